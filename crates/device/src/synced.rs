@@ -95,7 +95,7 @@ impl Synced {
                 return Err(SyncedError::Conflict);
             }
             if !known && !fresh {
-                tracing::info!("the image was changed at the remote side: the cache is discarded");
+                tracing::info!("the image was changed at the remote site: the cache is discarded");
                 log.forget()?;
             }
             log.agree(theirs)?;
@@ -145,7 +145,7 @@ impl Synced {
             remote,
             link: Mutex::new(link),
             link_changed: Condvar::new(),
-            link_told: Mutex::new(false),
+            link_known: Mutex::new(false),
             sync: options.sync,
             cache_limit: options
                 .cache_size

@@ -144,7 +144,7 @@ impl FileMount {
             let (major, minor) = (mounted.major, mounted.minor);
             let knob = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
             if let Err(error) = std::fs::write(&knob, READ_AHEAD_KB.to_string()) {
-                tracing::debug!(knob, %error, "the kernel reads ahead as far as it wants");
+                tracing::debug!(knob, %error, "cannot limit the kernel's read-ahead");
             }
         }
         let (path, length) = (this.path.clone(), size);
@@ -343,7 +343,7 @@ impl FileMount {
 impl Drop for FileMount {
     fn drop(&mut self) {
         if let Err(error) = self.unmount_lazy() {
-            tracing::warn!(%error, "a file mount stays behind");
+            tracing::warn!(%error, "a file mount was not removed");
         }
     }
 }

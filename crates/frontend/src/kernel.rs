@@ -105,7 +105,7 @@ pub(crate) fn settle(path: &Path) -> Result<(), Error> {
     })
     .map_err(|error| Error::kernel("start a thread for", path, error))?;
     match settled {
-        None => Err(Error::deadline("write what the kernel holds for it", path)),
+        None => Err(Error::deadline("flush", path)),
         Some(Ok(())) => Ok(()),
         Some(Err(error)) if is_busy(&error) => Err(Error::Busy {
             path: path.into(),
@@ -146,15 +146,13 @@ pub enum Detach {
 pub enum Error {
     /// The driver is not in the kernel and its module does not load.
     #[error(
-        "this kernel has no {driver}: load it (modprobe {module}), or {instead} or `drover mount --device`"
+        "this kernel has no {driver} driver: load it (modprobe {module}), or use another kind of device"
     )]
     Missing {
         /// The driver.
         driver: &'static str,
         /// The module it comes in.
         module: &'static str,
-        /// What does the same.
-        instead: &'static str,
     },
     /// The driver is too old, or built without a part that is needed; the text says which and the way out.
     #[error("{0}")]
@@ -185,15 +183,13 @@ pub enum Error {
         users: String,
     },
     /// The number is another device's.
-    #[error("{path} is taken: name another, or none for the first that is free")]
+    #[error("{path} is already attached: choose another, or none for the first free one")]
     Taken {
         /// The device.
         path: PathBuf,
     },
     /// What the kernel holds back for the device could not be written.
-    #[error(
-        "{path} cannot be flushed: {error}; detach it by force to give up what was not written"
-    )]
+    #[error("cannot flush {path}: {error}; detach it by force to discard what was not written")]
     Flush {
         /// The device.
         path: PathBuf,

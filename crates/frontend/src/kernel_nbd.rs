@@ -33,7 +33,6 @@ pub use options::{Interface, MAX_CONNECTIONS, MAX_IDENTIFIER, Options};
 const MISSING: Error = Error::Missing {
     driver: "nbd",
     module: "nbd",
-    instead: "use ublk (`drover attach --as ublk`)",
 };
 const NO_NETLINK: &str = "this kernel's nbd has no netlink: use ioctls";
 

@@ -21,11 +21,11 @@ struct Shared<J> {
     name: &'static str,
     limit: usize,
     worker: Box<dyn Fn() -> Worker<J> + Send + Sync>,
-    state: Mutex<State<J>>,
+    state: Mutex<Jobs<J>>,
     work: Condvar,
 }
 
-struct State<J> {
+struct Jobs<J> {
     queue: VecDeque<J>,
     threads: usize,
     idle: usize,
@@ -43,7 +43,7 @@ impl<J: Send + 'static> Pool<J> {
             name,
             limit: limit.max(1),
             worker: Box::new(move || Box::new(worker())),
-            state: Mutex::new(State {
+            state: Mutex::new(Jobs {
                 queue: VecDeque::new(),
                 threads: 0,
                 idle: 0,
@@ -106,7 +106,7 @@ impl<J> Shared<J> {
         state.threads -= 1;
     }
 
-    fn empty(&self, state: &mut MutexGuard<'_, State<J>>, worker: &mut Worker<J>) {
+    fn empty(&self, state: &mut MutexGuard<'_, Jobs<J>>, worker: &mut Worker<J>) {
         while let Some(job) = state.queue.pop_front() {
             // A panicking job informs its submitter through what it drops; the thread continues.
             MutexGuard::unlocked(state, || {

@@ -30,18 +30,17 @@ use crate::kernel::{self, DEADLINE};
 pub use crate::kernel::{Detach, Error};
 use abi::{Info, Params, command};
 use control::Control;
-pub use options::{DEEPEST_QUEUE, MAX_QUEUES, MAX_WORKERS, Options};
+pub use options::{MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_WORKERS, Options};
 use request::Target;
 use workers::Workers;
 
 const MISSING: Error = Error::Missing {
     driver: "ublk",
     module: "ublk_drv",
-    instead: "use the kernel's NBD client",
 };
 
 const NO_RINGS: Error = Error::Unsupported(
-    "io_uring, which ublk needs, is turned off here (sysctl kernel.io_uring_disabled): use the kernel's NBD client",
+    "ublk needs io_uring, which is disabled (sysctl kernel.io_uring_disabled): use the kernel's NBD client",
 );
 
 /// A device that this process serves. Dropping it detaches by force; [`Attached::detach`] says how that went.
@@ -106,7 +105,7 @@ impl Attached {
 impl Drop for Attached {
     fn drop(&mut self) {
         if let Err(error) = self.detach(Detach::Force) {
-            tracing::warn!(path = %self.path.display(), %error, "a ublk device stays");
+            tracing::warn!(path = %self.path.display(), %error, "a ublk device was not detached");
         }
     }
 }
@@ -152,7 +151,7 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
         Error::kernel(
             "add",
             &path,
-            io::Error::other("the driver's answer is short"),
+            io::Error::other("the driver's reply is too short"),
         )
     })?;
     // From here on, dropping it removes the device.
@@ -311,9 +310,9 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
 
 fn info(index: u32, path: &Path) -> Result<Info, Error> {
     let room = vec![0; Info::SIZE];
-    let answer = control("ask for", path, command::GET_DEV_INFO, index, 0, room)?;
+    let answer = control("query", path, command::GET_DEV_INFO, index, 0, room)?;
     Info::decode(&answer)
-        .ok_or_else(|| Error::kernel("ask for", path, io::Error::other("a short answer")))
+        .ok_or_else(|| Error::kernel("query", path, io::Error::other("the reply is too short")))
 }
 
 fn stop(index: u32, path: &Path) -> Result<(), Error> {
@@ -353,10 +352,10 @@ fn control(
 
 fn check_features() -> Result<(), Error> {
     const OLD: Error = Error::Unsupported(
-        "this kernel's ublk is too old (Linux 6.5 is the first that fits): use the kernel's NBD client",
+        "this kernel's ublk is too old (it needs Linux 6.5): use the kernel's NBD client",
     );
     let path = Path::new(control::PATH);
-    let answer = control("ask", path, command::GET_FEATURES, 0, 0, vec![0; 8]);
+    let answer = control("query", path, command::GET_FEATURES, 0, 0, vec![0; 8]);
     let features = match answer {
         Ok(bytes) => bytes.try_into().map_or(0, u64::from_ne_bytes),
         Err(Error::Kernel { error, .. })

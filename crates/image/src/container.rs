@@ -184,7 +184,7 @@ impl Container {
         if packed > 0 {
             self.notes.push(
                 "it holds compressed data, whose blocks cannot match other images \
-                 (--to raw or --to qcow2 sends the disk uncompressed instead)"
+                 (a conversion to raw or qcow2 sends the disk uncompressed)"
                     .into(),
             );
         }

@@ -143,7 +143,7 @@ async fn hear(reader: &mut FrameReader) -> Result<Hello, NetError> {
         reason,
     };
     let Some(frame) = frame? else {
-        return Err(bad("it closed the connection without a word"));
+        return Err(bad("it closed the connection at once"));
     };
     if frame.kind != HELLO {
         return Err(bad("its first frame is no hello"));
@@ -152,7 +152,7 @@ async fn hear(reader: &mut FrameReader) -> Result<Hello, NetError> {
     let (hello, _) = postcard::take_from_bytes::<Hello>(&frame.payload)
         .map_err(|_| bad("its hello is malformed"))?;
     if hello.magic != MAGIC {
-        return Err(bad("its hello does not say drover"));
+        return Err(bad("its hello is not of drover"));
     }
     Ok(hello)
 }

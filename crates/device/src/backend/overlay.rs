@@ -53,7 +53,7 @@ use states::{BlockState, States};
 /// The largest device, in bytes: bounds the block map in memory.
 pub const MAX_SIZE: u64 = 64 << 40;
 /// The longest read or write, in bytes.
-const LONGEST: u32 = 64 << 20;
+const MAX_REQUEST: u32 = 64 << 20;
 /// The longest name of a base, in bytes.
 const MAX_NAME: usize = 1024;
 

@@ -37,13 +37,13 @@ pub struct Latch {
 #[derive(Debug)]
 struct Shared {
     timeout: Duration,
-    state: Mutex<State>,
+    state: Mutex<LockState>,
     /// Notified at an unlock, a close, and when a locked device has drained.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LockState {
     /// Requests in flight.
     in_flight: usize,
     /// Requests held back.

@@ -25,11 +25,11 @@ struct Shared {
     size: u64,
     /// Block size in bytes, a power of two.
     block: u64,
-    state: Mutex<State>,
+    state: Mutex<Changes>,
 }
 
 #[derive(Default)]
-struct State {
+struct Changes {
     dirty: RoaringBitmap,
     /// The blocks of changes in flight: one entry per thread making one.
     under_way: HashMap<u64, Range<u64>>,

@@ -97,9 +97,9 @@ impl BlockDevice for Synced {
 impl Shared {
     /// Extents by state; the number of chunks covered is limited to bound the reply.
     fn extents(&self, offset: u64, length: u64) -> Vec<Extent> {
-        const MOST: usize = 1 << 16;
+        const MAX_HINTED: usize = 1 << 16;
         let mut runs: Vec<Extent> = Vec::new();
-        for index in self.geometry.touched(offset, length).take(MOST) {
+        for index in self.geometry.touched(offset, length).take(MAX_HINTED) {
             let within = self.geometry.within(index, offset, length);
             let kind = match self.states.get(index) {
                 ChunkState::Zero | ChunkState::Erased => ExtentKind::Zero,

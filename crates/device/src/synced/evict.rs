@@ -54,7 +54,7 @@ impl Shared {
             }
             self.save(true)?;
         }
-        Err(full("what was not pushed yet"))
+        Err(full("data that has not been pushed"))
     }
 
     /// Makes room for a read-ahead chunk, sparing unused read-ahead.
@@ -93,12 +93,14 @@ impl Shared {
     pub(super) fn wait_for_room(&self, deadline: Instant, long: bool) -> Result<(), DeviceError> {
         self.alive()?;
         if let Some(why) = self.push.trouble().filter(|_| long) {
-            return Err(full(&format!("what cannot be pushed ({why})")));
+            return Err(full(&format!("data that cannot be pushed ({why})")));
         }
         if Instant::now() >= deadline {
             let link = self.why_down();
             let seconds = self.give_up_after.as_secs();
-            return Err(full(&format!("what was not pushed in {seconds} s{link}")));
+            return Err(full(&format!(
+                "data that was not pushed within {seconds} s{link}"
+            )));
         }
         self.push.request();
         self.push.wait_a_while(WAIT);

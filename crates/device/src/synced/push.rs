@@ -129,7 +129,7 @@ impl Shared {
                 .timed_out()
             {
                 return Err(DeviceError::Unavailable(format!(
-                    "what was written is kept here, but is not at the far side after {} s",
+                    "the writes are kept here, but were not pushed to the remote site within {} s",
                     self.give_up_after.as_secs()
                 )));
             }
@@ -303,14 +303,14 @@ impl Shared {
             }
             if !is_other && page.end < size {
                 if page.end <= from {
-                    let why = "the far side does not get on telling what is staged";
+                    let why = "the remote site repeats itself when listing what is staged";
                     return Err(Failed::Anew(DeviceError::Corrupt(why.into())));
                 }
                 from = page.end;
                 continue;
             }
             if !table.believe(self.geometry) {
-                let why = "the far side has lost some of an epoch";
+                let why = "the remote site lost part of an epoch";
                 return Err(Failed::Anew(DeviceError::Unavailable(why.into())));
             }
             return Ok(page.epoch);
@@ -429,16 +429,16 @@ impl Shared {
         &self,
         ask: impl FnOnce(Box<dyn FnOnce(Result<T, DeviceError>) + Send>),
     ) -> Result<T, DeviceError> {
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, answer) = std::sync::mpsc::channel();
         ask(Box::new(move |result| {
-            let _ = tell.send(result);
+            let _ = sender.send(result);
         }));
         loop {
-            match told.recv_timeout(TICK) {
+            match answer.recv_timeout(TICK) {
                 Ok(result) => return result,
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(DeviceError::Unavailable(
-                        "the far side did not answer".into(),
+                        "the remote site did not reply".into(),
                     ));
                 }
                 Err(_) if self.is_closed() => return Err(DeviceError::Closed),

@@ -288,7 +288,7 @@ impl Shared {
                 // The map records it as clean already.
                 true => self.states.set(*index, ChunkState::Clean),
                 false => {
-                    tracing::debug!(index, "a chunk of the cache is not what it was");
+                    tracing::debug!(index, "a chunk of the cache does not match its digest");
                     table.settled(*index, None);
                     self.states.set(*index, ChunkState::Absent);
                 }

@@ -38,7 +38,7 @@ pub(crate) struct Shared {
     pub(super) link_changed: Condvar,
     /// Whether the remote has reported its link state. Held while the link is queried or recorded, so that an older
     /// observation does not overwrite a newer report; no other lock is held.
-    pub(super) link_told: Mutex<bool>,
+    pub(super) link_known: Mutex<bool>,
     pub(super) sync: Sync,
     /// In chunks.
     pub(super) cache_limit: Option<u64>,
@@ -98,7 +98,7 @@ impl Shared {
             return Err(error);
         }
         // The remote has everything, and the map is as after a crash: chunks are verified before use.
-        tracing::warn!(%error, "the cache was not closed cleanly; everything that was written is at the remote side");
+        tracing::warn!(%error, "the cache was not closed cleanly; everything that was written is at the remote site");
         if self.saver.is_dirty() {
             // It would be pushed again, perhaps over later writes of others.
             if let Err(error) = self.cache.forget() {
@@ -109,11 +109,11 @@ impl Shared {
     }
 
     pub(super) fn close_remote(&self) {
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, closed) = std::sync::mpsc::channel();
         self.remote.close(Box::new(move |_| {
-            let _ = tell.send(());
+            let _ = sender.send(());
         }));
-        let _ = told.recv_timeout(FAREWELL);
+        let _ = closed.recv_timeout(FAREWELL);
     }
 
     /// Fails if the device has stopped.
@@ -148,8 +148,8 @@ impl Shared {
 
     /// Link changes before the remote knew our callback were not reported.
     pub(super) fn look_at_link(&self) {
-        let told = self.link_told.lock();
-        if !*told {
+        let known = self.link_known.lock();
+        if !*known {
             self.note_link(self.remote.link());
         }
     }
@@ -199,8 +199,8 @@ impl Local for Shared {
     }
 
     fn link(&self, link: Link) {
-        let mut told = self.link_told.lock();
-        *told = true;
+        let mut known = self.link_known.lock();
+        *known = true;
         self.note_link(link);
     }
 }

@@ -106,7 +106,7 @@ impl Geometry {
     pub fn new(shape: Shape) -> Result<Self, DeviceError> {
         if !shape.chunk.is_power_of_two() || shape.chunk < 4096 {
             return Err(DeviceError::Corrupt(format!(
-                "the far side cuts its device into chunks of {} bytes: not a power of two of at least 4096",
+                "the remote device has chunks of {} bytes, not a power of two of at least 4096",
                 shape.chunk
             )));
         }

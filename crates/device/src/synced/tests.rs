@@ -126,7 +126,7 @@ impl Committer for Far {
     }
 
     fn staged(&self, epoch: Epoch, from: u64) -> Result<Staged, DeviceError> {
-        const MOST: usize = 5;
+        const MAX_RUNS: usize = 5;
         let staged = self.staged.lock();
         self.forgot.store(false, Ordering::Release);
         let mut runs: Vec<(u64, u64)> = match staged.0 == epoch {
@@ -135,8 +135,8 @@ impl Committer for Far {
         };
         runs.sort_unstable();
         runs.retain(|run| run.0 + run.1 > from);
-        let more = runs.get(MOST).map(|run| run.0);
-        runs.truncate(MOST);
+        let more = runs.get(MAX_RUNS).map(|run| run.0);
+        runs.truncate(MAX_RUNS);
         let end = more.unwrap_or(self.device.size());
         Ok(Staged {
             epoch: staged.0,

@@ -44,7 +44,7 @@ impl fmt::Display for User {
 /// A list of users, for an error message.
 pub(crate) fn listed(users: &[User]) -> String {
     match users {
-        [] => "somebody who cannot be seen from here".into(),
+        [] => "a process that is not visible here".into(),
         users => users
             .iter()
             .map(ToString::to_string)

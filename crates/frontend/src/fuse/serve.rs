@@ -21,7 +21,7 @@ use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
 
 /// The longest read or write that the kernel sends (at most 256 pages by default).
-const LONGEST: u32 = 1 << 20;
+const MAX_REQUEST: u32 = 1 << 20;
 /// Maximum asynchronous requests (read-ahead, direct I/O) that the kernel has in flight.
 const BACKGROUND: u16 = 256;
 /// How long the kernel may cache attributes: the size never changes, and the rest only through the kernel.
@@ -183,9 +183,9 @@ impl Disk {
 
 impl Filesystem for Disk {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let longest = LONGEST.min(u32::try_from(self.longest).unwrap_or(u32::MAX));
+        let longest = MAX_REQUEST.min(u32::try_from(self.longest).unwrap_or(u32::MAX));
         let _ = config.set_max_write(longest.max(4096));
-        if let Err(most) = config.set_max_readahead(LONGEST) {
+        if let Err(most) = config.set_max_readahead(MAX_REQUEST) {
             let _ = config.set_max_readahead(most);
         }
         let _ = config.set_max_background(BACKGROUND);

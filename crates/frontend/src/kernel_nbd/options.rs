@@ -82,23 +82,23 @@ impl Options {
         let wrong = |why: String| Err(Error::Options(why));
         if sockets == 0 || sockets > MAX_CONNECTIONS {
             return wrong(format!(
-                "{sockets} sockets: 1 to {MAX_CONNECTIONS} are possible"
+                "{sockets} sockets: must be from 1 to {MAX_CONNECTIONS}"
             ));
         }
         if sockets > 1 && self.flags & transmission::CAN_MULTI_CONN == 0 {
             return wrong(format!(
-                "{sockets} sockets, but the server does not take several connections"
+                "{sockets} sockets, but the server does not support multiple connections"
             ));
         }
         if !self.block_size.is_power_of_two() || !(512..=4096).contains(&self.block_size) {
             return wrong(format!(
-                "a block size of {}: a power of two from 512 to 4096 is possible",
+                "block size {}: must be a power of two from 512 to 4096",
                 self.block_size
             ));
         }
         if self.size == 0 || !self.size.is_multiple_of(u64::from(self.block_size)) {
             return wrong(format!(
-                "a size of {} bytes, which is no multiple of the block size {}",
+                "size {}: must be a non-zero multiple of the block size {}",
                 self.size, self.block_size
             ));
         }
@@ -106,7 +106,7 @@ impl Options {
             && (name.is_empty() || name.len() > MAX_IDENTIFIER || name.contains('\0'))
         {
             return wrong(format!(
-                "an identifier of {} bytes: 1 to {MAX_IDENTIFIER} without zero bytes are possible",
+                "an identifier of {} bytes: must be 1 to {MAX_IDENTIFIER} bytes without NUL",
                 name.len()
             ));
         }

@@ -176,7 +176,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
         );
     };
     refused(&good, 0, "0 sockets");
-    refused(&good, 2, "does not take several");
+    refused(&good, 2, "does not support multiple");
     refused(&several, MAX_CONNECTIONS + 1, "17 sockets");
     let with = |block_size, size| Options {
         block_size,
@@ -185,13 +185,13 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
     };
     refused(&with(1000, 1 << 20), 1, "a power of two");
     refused(&with(8192, 1 << 20), 1, "512 to 4096");
-    refused(&with(512, 0), 1, "a size of 0 bytes");
+    refused(&with(512, 0), 1, "size 0:");
     refused(&with(4096, 5 * 512), 1, "multiple");
     let named = |name: &str| Options {
         identifier: Some(name.into()),
         ..good.clone()
     };
-    refused(&named("a\0b"), 1, "zero bytes");
+    refused(&named("a\0b"), 1, "without NUL");
     refused(&named(&"x".repeat(201)), 1, "201 bytes");
 }
 

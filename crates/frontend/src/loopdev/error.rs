@@ -11,10 +11,10 @@ use crate::retry::may_pass;
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
     /// Not a block size that a disk has.
-    #[error("{0} bytes are not a block size of a loop device: 512 or 4096 are")]
+    #[error("block size {0}: a loop device has 512 or 4096")]
     BlockSize(u32),
     /// The kernel has no loop devices, or does not let us.
-    #[error("no loop device can be had: {0} (as root: modprobe loop)")]
+    #[error("no loop device is available: {0} (as root: modprobe loop)")]
     Missing(io::Error),
     /// The file cannot be attached.
     #[error("cannot attach {} to a loop device: {source}", file.display())]
@@ -25,7 +25,7 @@ pub enum LoopError {
         source: io::Error,
     },
     /// Others were quicker each time.
-    #[error("cannot attach {}: other programs took every free loop device", file.display())]
+    #[error("cannot attach {}: other programs keep taking the free loop devices", file.display())]
     Contended {
         /// The file.
         file: PathBuf,

@@ -103,10 +103,7 @@ pub fn check(request: &Request, facts: &Facts, allocation: bool) -> Result<(), R
     };
     // FUA may come with anything; it says something only with what changes the device.
     if request.flags & !(allowed | flag::FUA) != 0 {
-        return Err(Refusal(
-            errno::EINVAL,
-            "a flag that this request does not take",
-        ));
+        return Err(Refusal(errno::EINVAL, "unsupported flag for this request"));
     }
     let writes = matches!(
         request.command,
@@ -120,10 +117,10 @@ pub fn check(request: &Request, facts: &Facts, allocation: bool) -> Result<(), R
         return Ok(());
     }
     if request.command == command::BLOCK_STATUS && !allocation {
-        return Err(Refusal(errno::EINVAL, "base:allocation was not agreed on"));
+        return Err(Refusal(errno::EINVAL, "base:allocation was not negotiated"));
     }
     if request.command == command::BLOCK_STATUS && request.length == 0 {
-        return Err(Refusal(errno::EINVAL, "the status of no bytes"));
+        return Err(Refusal(errno::EINVAL, "block status of zero bytes"));
     }
     let carries = matches!(request.command, command::READ | command::WRITE);
     if carries && request.length > facts.maximum {

@@ -160,7 +160,7 @@ fn greet(
                 return match header.option {
                     option::ABORT => Ok(None),
                     _ => Err(Ended::Refused(
-                        "an export that is not there, or not in this way",
+                        "an unknown export, or one that requires other options",
                     )),
                 };
             }

@@ -296,23 +296,23 @@ impl Executor {
             true => 1,
             false => MAX_RUNS,
         };
-        let mut told: Vec<(u32, u32)> = Vec::new();
+        let mut descriptors: Vec<(u32, u32)> = Vec::new();
         for run in &runs {
             let state = match run.kind {
                 ExtentKind::Data => 0,
                 ExtentKind::Zero => allocation::ZERO,
                 ExtentKind::Hole => allocation::HOLE | allocation::ZERO,
             };
-            let full = told.len() == most;
-            match told.last_mut() {
+            let full = descriptors.len() == most;
+            match descriptors.last_mut() {
                 Some(last) if last.1 == state => last.0 += run.length as u32,
                 _ if full => break,
-                _ => told.push((run.length as u32, state)),
+                _ => descriptors.push((run.length as u32, state)),
             }
         }
-        let mut data = Vec::with_capacity(4 + told.len() * 8);
+        let mut data = Vec::with_capacity(4 + descriptors.len() * 8);
         data.extend(allocation::ID.to_be_bytes());
-        for (length, state) in told {
+        for (length, state) in descriptors {
             data.extend(length.to_be_bytes());
             data.extend(state.to_be_bytes());
         }

@@ -29,16 +29,16 @@ pub(super) struct Reply {
 
 /// The bytes before a reply's data, stored inline.
 pub(super) struct Head {
-    bytes: [u8; Self::MOST],
+    bytes: [u8; Self::CAPACITY],
     length: u8,
 }
 
 impl Head {
-    const MOST: usize = wire::CHUNK_BYTES + 8;
+    const CAPACITY: usize = wire::CHUNK_BYTES + 8;
 
     pub(super) fn new(parts: &[&[u8]]) -> Self {
         let mut head = Self {
-            bytes: [0; Self::MOST],
+            bytes: [0; Self::CAPACITY],
             length: 0,
         };
         for part in parts {

@@ -98,7 +98,7 @@ impl Server {
                 }
             }
             if offers.iter().any(|offer| offer.name == export.name) {
-                return Err(bad("two exports have this name".into()));
+                return Err(bad("another export has this name".into()));
             }
             if offers.len() == MAX_EXPORTS {
                 return Err(bad(format!("a server has at most {MAX_EXPORTS} exports")));
@@ -223,7 +223,7 @@ impl Server {
             if let Err(error) = taken
                 && error.kind() != std::io::ErrorKind::ConnectionRefused
             {
-                tracing::warn!(%error, "nbd: no connection to be had");
+                tracing::warn!(%error, "nbd: cannot accept a connection");
                 std::thread::sleep(REST);
             }
         }
@@ -296,7 +296,7 @@ impl Server {
                 add(&self.shared.served.counters.refused, 1);
                 return Err(std::io::Error::new(
                     std::io::ErrorKind::ConnectionRefused,
-                    "there are as many connections as there may be",
+                    "the connection limit is reached",
                 ));
             }
             connections.insert(id, Arc::clone(&control));

@@ -28,7 +28,7 @@ impl Drop for SocketFile {
         let same = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|found| (found.dev(), found.ino()) == self.id);
         if same && let Err(error) = std::fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "nbd: the socket file stays");
+            tracing::warn!(path = %self.path.display(), %error, "nbd: cannot remove the socket file");
         }
     }
 }
@@ -53,7 +53,7 @@ pub(super) fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile),
         Ok(found) if !found.file_type().is_socket() => {
             return Err(bad(io::Error::new(
                 io::ErrorKind::AlreadyExists,
-                "the file there is no socket; give another path, or remove it",
+                "it exists and is not a socket; choose another path, or remove it",
             )));
         }
         Ok(_) => match UnixStream::connect(path) {

@@ -115,7 +115,7 @@ impl Shared {
         // SAFETY: safe code touches the memory under a stripe's lock and only if not closed; slices borrow the region
         // mutably or come with the promise not to outlive this.
         if let Err(error) = unsafe { self.memory.close() } {
-            tracing::error!("closing a region's memory: {error}");
+            tracing::error!("cannot close a region's memory: {error}");
         }
         // They fault again, on memory that is inaccessible now.
         self.wake(0..self.table.len());

@@ -143,7 +143,7 @@ impl Shared {
                 Err(Errno::EXIST) => moved += self.page,
                 // Pinned, or shared with a forked process: it stays.
                 Err(error) => {
-                    tracing::debug!("moving a page aside: {error}");
+                    tracing::debug!("cannot move a page aside: {error}");
                     break;
                 }
             }
@@ -213,7 +213,7 @@ impl Shared {
         let bytes = self.bytes(&units);
         // SAFETY: the device has the same contents, or there are none: the next touch brings them back.
         if let Err(error) = unsafe { self.memory.discard(bytes.start, bytes.len()) } {
-            tracing::warn!("giving memory back at {}: {error}", bytes.start);
+            tracing::warn!("cannot release memory at {}: {error}", bytes.start);
         }
     }
 
@@ -248,7 +248,7 @@ impl Shared {
                 return;
             };
             if let Err(error) = self.evict(self.bytes(&units)) {
-                tracing::debug!("keeping to the limit: {error}");
+                tracing::debug!("cannot evict down to the limit: {error}");
                 return;
             }
         }

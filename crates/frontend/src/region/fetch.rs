@@ -141,11 +141,11 @@ impl Shared {
         }
         let bytes = self.bytes(&(units.start..end));
         let (offset, length) = (bytes.start as u64, bytes.end.min(self.size) - bytes.start);
-        let told = catch_unwind(AssertUnwindSafe(|| {
+        let advised = catch_unwind(AssertUnwindSafe(|| {
             self.device.prefetch(offset, length as u64)
         }));
-        if !matches!(told, Ok(Ok(()))) {
-            tracing::debug!("the device takes no advice at {offset}");
+        if !matches!(advised, Ok(Ok(()))) {
+            tracing::debug!("prefetch at {offset} failed");
         }
     }
 
@@ -159,7 +159,7 @@ impl Shared {
             .uffd
             .wake(self.memory.address(bytes.start), bytes.len())
         {
-            tracing::warn!("waking who waits for memory: {error}");
+            tracing::warn!("cannot wake threads that wait for a page: {error}");
         }
     }
 
@@ -188,11 +188,11 @@ impl Shared {
             self.device.extents(start as u64, length as u64)
         }));
         let Ok(Ok(runs)) = answer else {
-            tracing::debug!("the device does not say what it has at {start}");
+            tracing::debug!("cannot query the extents at {start}");
             return;
         };
         let mut zero_from = None;
-        let mut told = unit;
+        let mut next = unit;
         let last = (start + length).div_ceil(self.unit);
         for run in runs {
             let end = usize::try_from(run.end()).unwrap_or(usize::MAX);
@@ -208,10 +208,10 @@ impl Shared {
                 true => last,
                 false => (end / self.unit).min(last),
             };
-            while told < upto {
-                let zero = zero_from.is_some_and(|from| told >= from);
-                self.table.learn(told, zero);
-                told += 1;
+            while next < upto {
+                let zero = zero_from.is_some_and(|from| next >= from);
+                self.table.learn(next, zero);
+                next += 1;
             }
             if end >= start + length {
                 break;

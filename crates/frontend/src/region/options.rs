@@ -47,7 +47,7 @@ impl Default for Options {
 pub enum RegionError {
     /// The kernel does not permit userfaultfd.
     #[error(
-        "no userfaultfd: {0}; it takes CAP_SYS_PTRACE, access to /dev/userfaultfd or vm.unprivileged_userfaultfd=1"
+        "cannot create a userfaultfd: {0}; it needs CAP_SYS_PTRACE, access to /dev/userfaultfd or vm.unprivileged_userfaultfd=1"
     )]
     Open(Errno),
     /// The kernel's userfaultfd API is incompatible.
@@ -55,7 +55,7 @@ pub enum RegionError {
     Handshake(Errno),
     /// Writes cannot be tracked.
     #[error(
-        "writes cannot be tracked: that takes UFFD_FEATURE_WP_ASYNC and PAGEMAP_SCAN (Linux 6.7) and /proc; make the region read-only"
+        "cannot track writes: that needs UFFD_FEATURE_WP_ASYNC and PAGEMAP_SCAN (Linux 6.7) and /proc; make the region read-only"
     )]
     NoTracking,
     /// The device is read-only.
@@ -66,7 +66,7 @@ pub enum RegionError {
     Size(u64),
     /// The device's alignment is not supported.
     #[error(
-        "a device of alignment {alignment} that reads at most {longest} bytes cannot be mapped; put a stage that cuts into chunks on it"
+        "a device of alignment {alignment} that reads at most {longest} bytes cannot be mapped; put a chunked stage on top of it"
     )]
     Alignment {
         /// The required alignment in bytes.
@@ -78,7 +78,7 @@ pub enum RegionError {
     #[error("{0}")]
     Options(&'static str),
     /// The kernel refuses to allocate the memory.
-    #[error("{length} bytes of memory for a region: {source}")]
+    #[error("cannot allocate {length} bytes for a region: {source}")]
     Memory {
         /// Size in bytes.
         length: usize,
@@ -86,7 +86,7 @@ pub enum RegionError {
         source: Errno,
     },
     /// A thread or a descriptor cannot be created.
-    #[error("starting a region: {0}")]
+    #[error("cannot start a region: {0}")]
     Start(#[from] std::io::Error),
 }
 

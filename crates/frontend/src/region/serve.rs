@@ -49,7 +49,7 @@ impl Shared {
                 Ok(Some(fault)) => return Some(fault),
                 Ok(None) => {}
                 Err(error) => {
-                    tracing::error!("reading a page fault: {error}");
+                    tracing::error!("cannot read a page fault: {error}");
                     return None;
                 }
             }
@@ -61,7 +61,7 @@ impl Shared {
             match poll(&mut fds, wait.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!("waiting for page faults: {error}");
+                    tracing::error!("cannot wait for page faults: {error}");
                     return None;
                 }
             }
@@ -128,7 +128,7 @@ impl Shared {
                 .any(|at| map.is_there(self.memory.address(at), self.page) == Ok(false))
         });
         if gone && self.table.claim_present(unit) {
-            tracing::warn!("a page of a region at {offset} was thrown away by somebody else");
+            tracing::warn!("the page at {offset} of a memory region was discarded outside drover");
             self.counts.resident.fetch_sub(1, Ordering::Relaxed);
             // Pages of the unit that are still there are unchanged: filling skips them.
             if let Err(error) = self.fetch(unit..unit + 1, Some(unit)) {
@@ -149,13 +149,13 @@ impl Shared {
         let offset = unit * self.unit;
         if self.uffd.support.poison && !worth_it {
             tracing::error!(
-                "{} bytes at {offset} of a memory region are lost to who touches them: {error}",
+                "{} bytes at {offset} of a memory region cannot be loaded; accessing them raises SIGBUS: {error}",
                 self.unit
             );
             self.retries.lock().forget(unit);
             match self.poison(unit) {
                 Ok(()) => return,
-                Err(error) => tracing::error!("poisoning {offset}: {error}"),
+                Err(error) => tracing::error!("cannot poison the page at {offset}: {error}"),
             }
         } else if attempts == 1 {
             tracing::warn!("{offset} of a memory region: {error}; trying again");

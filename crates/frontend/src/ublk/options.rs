@@ -11,11 +11,11 @@ use crate::kernel::Error;
 /// Queues that a device may have.
 pub const MAX_QUEUES: u16 = 16;
 /// Requests that one queue may have under way.
-pub const DEEPEST_QUEUE: u16 = 1024;
+pub const MAX_QUEUE_DEPTH: u16 = 1024;
 /// Threads that one device may have for requests that wait, with half as many again for changes.
 pub const MAX_WORKERS: usize = 256;
 /// Bytes of the longest read or write that the kernel is let make.
-const LONGEST: u32 = 1 << 20;
+const MAX_REQUEST: u32 = 1 << 20;
 /// Bytes that one discard covers, and one request for zeros where those cost nothing.
 const MAX_DISCARD: u32 = 1 << 30;
 /// Bytes of one request for zeros where they are written one by one.
@@ -34,7 +34,7 @@ pub struct Options {
     pub read_only: bool,
     /// Queues, 1 to [`MAX_QUEUES`]; the kernel makes no more than it has processors.
     pub queues: u16,
-    /// Requests under way in each, 1 to [`DEEPEST_QUEUE`].
+    /// Requests under way in each, 1 to [`MAX_QUEUE_DEPTH`].
     pub depth: u16,
     /// Threads for requests that wait, 1 to [`MAX_WORKERS`], and half as many again for changes that may wait for a
     /// network. Each has a buffer of up to 1 MiB.
@@ -63,25 +63,25 @@ impl Options {
         let wrong = |why: String| Err(Error::Options(why));
         if !self.block_size.is_power_of_two() || !(512..=PAGE).contains(&self.block_size) {
             return wrong(format!(
-                "a block size of {}: a power of two from 512 to {PAGE} is possible",
+                "block size {}: must be a power of two from 512 to {PAGE}",
                 self.block_size
             ));
         }
         if !(1..=MAX_QUEUES).contains(&self.queues) {
             return wrong(format!(
-                "{} queues: 1 to {MAX_QUEUES} are possible",
+                "{} queues: must be from 1 to {MAX_QUEUES}",
                 self.queues
             ));
         }
-        if !(1..=DEEPEST_QUEUE).contains(&self.depth) {
+        if !(1..=MAX_QUEUE_DEPTH).contains(&self.depth) {
             return wrong(format!(
-                "a queue {} deep: 1 to {DEEPEST_QUEUE} are possible",
+                "queue depth {}: must be from 1 to {MAX_QUEUE_DEPTH}",
                 self.depth
             ));
         }
         if !(1..=MAX_WORKERS).contains(&self.workers) {
             return wrong(format!(
-                "{} workers: 1 to {MAX_WORKERS} are possible",
+                "{} workers: must be from 1 to {MAX_WORKERS}",
                 self.workers
             ));
         }
@@ -94,20 +94,20 @@ impl Options {
         let size = device.size();
         if can.alignment > self.block_size {
             return wrong(format!(
-                "blocks of {} on a device that is aligned to {}: use a larger block or a chunked stage",
+                "block size {} is less than the alignment of the device, {}: use larger blocks or a chunked stage",
                 self.block_size, can.alignment
             ));
         }
         if size == 0 || !size.is_multiple_of(u64::from(self.block_size)) {
             return wrong(format!(
-                "a size of {size} bytes, which is no multiple of the block size {}",
+                "size {size}: must be a non-zero multiple of the block size {}",
                 self.block_size
             ));
         }
-        let longest = can.longest.min(LONGEST) / PAGE * PAGE;
+        let longest = can.longest.min(MAX_REQUEST) / PAGE * PAGE;
         if longest == 0 {
             return wrong(format!(
-                "a device that takes {} bytes at a time: a page is the least",
+                "a device limited to {} bytes per request: ublk needs at least a page",
                 can.longest
             ));
         }
@@ -117,7 +117,7 @@ impl Options {
             read_only,
             logical_block: self.block_size,
             physical_block: self.block_size.max(PAGE),
-            preferred: can.preferred.next_power_of_two().clamp(PAGE, LONGEST),
+            preferred: can.preferred.next_power_of_two().clamp(PAGE, MAX_REQUEST),
             longest,
             size,
             longest_discard: writable(if can.trim { MAX_DISCARD } else { 0 }),

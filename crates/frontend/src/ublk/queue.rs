@@ -69,7 +69,7 @@ impl Drop for Descriptors {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping that `map` made; no reference into it exists outside `get`.
         if let Err(error) = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) } {
-            tracing::error!(%error, "ublk descriptors stay mapped");
+            tracing::error!(%error, "cannot unmap ublk descriptors");
         }
     }
 }
@@ -162,7 +162,12 @@ impl Queue {
         if result != 0 {
             // ENODEV: the device is stopping and the tag is not fetched again. Anything else is the end of it too.
             if result != -Errno::NODEV.raw_os_error() {
-                tracing::error!(queue = self.number, tag, result, "the driver drops a tag");
+                tracing::error!(
+                    queue = self.number,
+                    tag,
+                    result,
+                    "the ublk driver rejected a tag"
+                );
             }
             self.live -= 1;
             return Ok(());

@@ -79,7 +79,7 @@ impl Target {
             offset,
             length,
         } = *descriptor;
-        let told = |result: Result<(), DeviceError>| {
+        let checked = |result: Result<(), DeviceError>| {
             result.map_err(|error| {
                 tracing::warn!(?operation, offset, length, %error, "a ublk request failed");
                 errno(&error)
@@ -88,7 +88,7 @@ impl Target {
         match operation {
             Operation::Read => {
                 let data = self.room(buffer, length)?;
-                told(self.device.read(offset, data))?;
+                checked(self.device.read(offset, data))?;
                 let copied = self.channel.write_all_at(data, abi::data_at(queue, tag));
                 copied.map_err(|error| copy_failed(&error))?;
                 i32::try_from(length).map_err(|_| Errno::INVAL)
@@ -97,20 +97,20 @@ impl Target {
                 let data = self.room(buffer, length)?;
                 let copied = self.channel.read_exact_at(data, abi::data_at(queue, tag));
                 copied.map_err(|error| copy_failed(&error))?;
-                told(self.device.write(offset, data))?;
+                checked(self.device.write(offset, data))?;
                 if through {
-                    told(self.device.flush())?;
+                    checked(self.device.flush())?;
                 }
                 i32::try_from(length).map_err(|_| Errno::INVAL)
             }
-            Operation::Flush => told(self.device.flush()).map(|()| 0),
-            Operation::Discard => told(self.device.trim(offset, length)).map(|()| 0),
+            Operation::Flush => checked(self.device.flush()).map(|()| 0),
+            Operation::Discard => checked(self.device.trim(offset, length)).map(|()| 0),
             Operation::WriteZeroes { keep_allocated } => {
                 let zeroes = Zeroes {
                     keep_allocated,
                     only_fast: false,
                 };
-                told(self.device.write_zeroes(offset, length, zeroes)).map(|()| 0)
+                checked(self.device.write_zeroes(offset, length, zeroes)).map(|()| 0)
             }
             Operation::Unknown => Err(Errno::OPNOTSUPP),
         }

@@ -265,7 +265,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
     refused(with(|o| o.block_size = 1000), "power of two");
     refused(with(|o| o.queues = 0), "0 queues");
     refused(with(|o| o.queues = 17), "17 queues");
-    refused(with(|o| o.depth = 1025), "1025 deep");
+    refused(with(|o| o.depth = 1025), "depth 1025");
     refused(with(|o| o.workers = 257), "257 workers");
 }
 
@@ -287,12 +287,15 @@ fn the_kernel_is_told_what_the_device_can_do() {
 
     let uneven = Options::default().params(&MemoryDevice::new(1000));
     let message = uneven.unwrap_err().to_string();
-    assert!(message.contains("1000 bytes"), "{message}");
+    assert!(message.contains("size 1000:"), "{message}");
     let strict = Strict::new(MemoryDevice::new(1 << 20), 65536, 1 << 20);
     let Capabilities { alignment, .. } = strict.capabilities();
     assert_eq!(alignment, 65536);
     let message = Options::default().params(&strict).unwrap_err().to_string();
-    assert!(message.contains("aligned to 65536"), "{message}");
+    assert!(
+        message.contains("alignment of the device, 65536"),
+        "{message}"
+    );
 }
 
 #[test]

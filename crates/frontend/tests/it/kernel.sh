@@ -89,7 +89,7 @@ for kind in nbd ublk; do
   number=/dev/nbd7; [ $kind = nbd ] || number=/dev/ublkb7
   starts "$kind file" $kind --device $number --file backing --size 16
   check "$kind number" [ "$dev" = $number ]
-  refused "$kind number taken" "is taken" attach_memory $kind --device $number
+  refused "$kind number taken" "is already attached" attach_memory $kind --device $number
   check "$kind fill" dd if=noise of=$dev bs=64k conv=fsync
   kill -TERM $pid
   ends "$kind ends by a signal"

@@ -94,7 +94,7 @@ fn compressed_by_either_method() {
         assert!(
             out.notes
                 .iter()
-                .any(|n| n.contains("compressed") && n.contains("--to raw")),
+                .any(|n| n.contains("compressed") && n.contains("conversion to raw or qcow2")),
             "{:?}",
             out.notes
         );

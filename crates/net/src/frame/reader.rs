@@ -66,7 +66,7 @@ impl FrameReader {
     pub async fn next(&mut self) -> Result<Option<Frame>, NetError> {
         match self.next_raw().await? {
             Some(frame) if RESERVED_KINDS.contains(&frame.kind) => {
-                Err(corrupt(&self.peer, "a kind that has no place here"))
+                Err(corrupt(&self.peer, "unexpected kind"))
             }
             other => Ok(other),
         }
@@ -196,7 +196,7 @@ impl FrameReader {
         };
         let _ = timeout(END_LINGER, rest).await;
         if !self.buffer.is_empty() {
-            return Err(corrupt(&self.peer, "more after the end"));
+            return Err(corrupt(&self.peer, "data after the end"));
         }
         self.state = State::Ended;
         self.buffer = BytesMut::new();

@@ -31,7 +31,7 @@ pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(
 /// # Errors
 /// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
 pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetError> {
-    final_reply::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "a kind that is no reply")))
+    final_reply::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "unexpected kind in a reply")))
 }
 
 /// The hello, and the reply to a call that [`open`] sent.

@@ -122,7 +122,7 @@ impl IncomingCall {
             }
         };
         if frame.kind != kind::CALL {
-            return Err(corrupt(reader.peer_text(), "a kind that is no request"));
+            return Err(corrupt(reader.peer_text(), "unexpected kind in a request"));
         }
         let (service, request) = decode_call(&frame.payload)?;
         Ok(IncomingCall {
@@ -200,7 +200,7 @@ impl<R: Request> Exchange<'_, R> {
         let frame = next(&mut self.call.reader).await?;
         if frame.kind != kind::PROGRESS {
             let peer = self.call.reader.peer_text();
-            return Err(corrupt(peer, "a kind that has no place in a call"));
+            return Err(corrupt(peer, "unexpected kind in a call"));
         }
         decode(&frame.payload)
     }
@@ -279,8 +279,8 @@ impl Services {
         let right = service.right();
         if !peer.rights.has(right) {
             let text = match right {
-                Right::Manage => "that can only be asked for on the site's own machine",
-                _ => "that is for peers, over the network",
+                Right::Manage => "only allowed on the site's own host",
+                _ => "only allowed for peers, over the network",
             };
             return Ok(call.refuse(&Refusal::new(Code::Denied, text)).await?);
         }

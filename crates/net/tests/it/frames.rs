@@ -154,7 +154,7 @@ async fn garbage_instead_of_frames() {
     let cases = [
         (raw_frame(2, 3, 0, b""), "wire format 2"),
         (raw_frame(1, 3, 1, b""), "reserved bits"),
-        (raw_frame(1, 0xf2, 0, b""), "no place here"),
+        (raw_frame(1, 0xf2, 0, b""), "unexpected kind"),
         (raw_frame(1, 0xf9, 0, b""), "unknown"),
         (flipped, "checksum"),
         (relabelled, "checksum"),

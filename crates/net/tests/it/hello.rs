@@ -87,7 +87,7 @@ async fn a_hello_must_be_one() {
     let cases = [
         (
             raw_frame(1, 0xf2, 0, &hello(*b"ssh-2.0\n", Role::Client, 1, 1)),
-            "does not say drover",
+            "not of drover",
         ),
         (
             raw_frame(1, 0xf2, 0, &hello(MAGIC, Role::Server, 1, 1)),
@@ -99,7 +99,7 @@ async fn a_hello_must_be_one() {
         ),
         (raw_frame(1, 0xf2, 0, &client[..9]), "malformed"),
         (raw_frame(1, 0x10, 0, &client), "no hello"),
-        (raw_frame(1, 0xf3, 0, b""), "without a word"),
+        (raw_frame(1, 0xf3, 0, b""), "at once"),
         (
             raw_frame(1, 0xf2, 0, &[client.clone(), vec![0; 5000]].concat()),
             "at most 4096",

@@ -160,7 +160,7 @@ async fn whoever_may_not_or_asks_for_nothing_there_is_is_refused() {
     assert!(!said.retry);
     let said = refusal(call(served(Rights::PEER).0, &Shout("x".into()), |()| {}).await);
     assert_eq!(said.code, Code::Denied);
-    assert!(said.message.contains("own machine"), "{said}");
+    assert!(said.message.contains("own host"), "{said}");
     let said = refusal(call(served(Rights::OWNER).0, &Shout("x".into()), |()| {}).await);
     assert_eq!((said.code, said.retry), (Code::Busy, true));
     let said = refusal(call(served(Rights::STRANGER).0, &Count(1), |_| {}).await);

@@ -167,9 +167,9 @@ impl Site {
             match walk.next_batch() {
                 Ok(Some(batch)) => {
                     blocks.push(&batch.data);
-                    let told = progress(blocks.walk_blocks(), total)
+                    let noted = progress(blocks.walk_blocks(), total)
                         .and_then(|()| tell(Event::Record(id, Arc::new(batch))).map(drop));
-                    if let Err(e) = told {
+                    if let Err(e) = noted {
                         break Err(e);
                     }
                 }

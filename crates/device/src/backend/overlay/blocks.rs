@@ -11,7 +11,7 @@ use parking_lot::RwLockReadGuard;
 
 use super::redo::Redo;
 use super::states::BlockState;
-use super::{DATA, LONGEST, Overlay, OverlayError};
+use super::{DATA, MAX_REQUEST, Overlay, OverlayError};
 use drover_storage::read_exact_at;
 
 /// Zeros to write where space must stay allocated.
@@ -316,7 +316,7 @@ impl Overlay {
 
     fn check_length(&self, offset: u64, length: usize) -> Result<(), DeviceError> {
         check_range(offset, length as u64, self.size)?;
-        match length > LONGEST as usize {
+        match length > MAX_REQUEST as usize {
             true => Err(DeviceError::Unaligned {
                 offset,
                 length: length as u64,
@@ -341,7 +341,7 @@ impl BlockDevice for Overlay {
             extents: true,
             alignment: 1,
             preferred: BLOCK_SIZE as u32,
-            longest: LONGEST,
+            longest: MAX_REQUEST,
         }
     }
 

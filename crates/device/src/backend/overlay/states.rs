@@ -217,12 +217,12 @@ impl States {
 
 /// Splits a run into records of the largest possible count.
 fn records_of((blocks, state): Run) -> impl Iterator<Item = Record> {
-    const MOST: u64 = u32::MAX as u64;
+    const MAX_COUNT: u64 = u32::MAX as u64;
     (blocks.start..blocks.end)
-        .step_by(MOST as usize)
+        .step_by(MAX_COUNT as usize)
         .map(move |first| Record {
             first,
-            count: (blocks.end - first).min(MOST) as u32,
+            count: (blocks.end - first).min(MAX_COUNT) as u32,
             state: state as u8,
             mask: 0,
         })

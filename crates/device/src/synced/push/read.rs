@@ -10,12 +10,12 @@ use super::super::state::Mask;
 use crate::remote::Change;
 
 /// Maximum bytes of one change, and of one request.
-const MOST: usize = 1 << 20;
+const MAX_BYTES: usize = 1 << 20;
 /// Maximum changes in one request.
 const MAX_CHANGES: usize = 1024;
 
 /// Why an epoch ended before it was sent completely.
-pub const GIVEN_UP: &str = "the epoch was given up for the room that it took";
+pub const GIVEN_UP: &str = "the epoch was abandoned to free its space";
 
 pub struct Reader<'a> {
     shared: &'a Shared,
@@ -55,7 +55,7 @@ impl<'a> Reader<'a> {
 
     /// The changes of the next request; none at the end.
     pub fn next(&mut self) -> Result<Option<Vec<Change>>, DeviceError> {
-        while self.bytes < MOST && self.ready.len() < MAX_CHANGES {
+        while self.bytes < MAX_BYTES && self.ready.len() < MAX_CHANGES {
             match self.missing() {
                 Some((index, mask)) => self.chunk(index, mask)?,
                 None => {
@@ -120,7 +120,7 @@ impl<'a> Reader<'a> {
     fn add(&mut self, offset: u64, bytes: &[u8]) {
         self.end_zeros();
         let fits = |run: &(u64, Vec<u8>)| {
-            run.0 + run.1.len() as u64 == offset && run.1.len() + bytes.len() <= MOST
+            run.0 + run.1.len() as u64 == offset && run.1.len() + bytes.len() <= MAX_BYTES
         };
         match &mut self.run {
             Some(run) if fits(run) => run.1.extend_from_slice(bytes),

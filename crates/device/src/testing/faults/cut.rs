@@ -36,12 +36,12 @@ pub struct Wire {
 
 #[derive(Debug, Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LinkState {
     cut: Option<CutHow>,
     /// Requests that hang now.
     hanging: usize,

@@ -109,7 +109,10 @@ fn exports_that_cannot_be_served_are_refused() {
         read_only: false,
     };
     let cases = [
-        (vec![memory("a", 1), memory("a", 2)], "two exports"),
+        (
+            vec![memory("a", 1), memory("a", 2)],
+            "another export has this name",
+        ),
         (vec![memory("a\0b", 1)], "NUL"),
         (vec![memory(&"x".repeat(5000), 1)], "4096"),
         (vec![device(odd)], "not a multiple"),
@@ -149,7 +152,7 @@ fn a_socket_file_is_private_and_goes_with_its_server() {
     drop(again);
     assert_eq!(std::fs::read(&path).unwrap(), b"somebody's");
     let error = server().listen_unix(&path).map(drop).unwrap_err();
-    assert!(error.to_string().contains("no socket"), "{error}");
+    assert!(error.to_string().contains("not a socket"), "{error}");
     let error = server().listen_unix(Path::new("/nowhere/at/all")).map(drop);
     assert!(matches!(error, Err(NbdError::Bind { .. })));
 }
