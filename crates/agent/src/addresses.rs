@@ -65,6 +65,14 @@ fn best_first(mut host: Vec<IpAddr>, only_v4: bool) -> Vec<IpAddr> {
     host
 }
 
+/// Checks an address to advertise, `HOST` or `HOST:PORT`.
+///
+/// # Errors
+/// A message for the user.
+pub fn check(text: &str) -> Result<String, String> {
+    with_port(text, 1).map(|_| text.to_owned())
+}
+
 /// Completes `HOST` or `HOST:PORT` to `HOST:PORT`.
 fn with_port(text: &str, port: u16) -> Result<String, String> {
     let bad = || {

@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 
-use drover_core::{DeviceError, ImageName, NameError};
+use drover_core::{DeviceError, NameError};
 use drover_device::builder::BuildError;
 use drover_device::synced::{OrderError, SyncedError};
 use drover_frontend::{fuse, kernel_nbd, loopdev, nbd};
@@ -164,11 +164,14 @@ impl Error {
         }
     }
 
-    /// This site has no image of that name: [`Kind::Refused`], as when a peer has none.
-    pub fn no_image(name: &ImageName) -> Error {
-        Error::refused(format!(
-            "this site has no image called {name}; `drover images` lists them"
-        ))
+    /// A peer, or this site, has no image of that name.
+    pub fn no_image(peer: Option<&str>, name: impl fmt::Display) -> Error {
+        Error::refused(match peer {
+            Some(peer) => {
+                format!("{peer} has no image called {name}; `drover images {peer}` lists them")
+            }
+            None => format!("this site has no image called {name}; `drover images` lists them"),
+        })
     }
 
     /// Maps a peer's refusal to an error of this process: a refusal or a failure.
@@ -271,7 +274,7 @@ macro_rules! msg {
 pub(crate) use msg;
 
 /// The error and its causes.
-pub(crate) fn chain<'a>(
+pub fn chain<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
     let causes = std::iter::successors(Some(error), |e| (*e).source());

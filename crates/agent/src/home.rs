@@ -112,9 +112,15 @@ impl Home {
     /// # Errors
     /// When there is none, or its configuration cannot be read.
     pub fn existing(dir: PathBuf) -> Result<Home> {
-        if !dir.is_dir() {
+        let files = ["identity.key", "catalog.db", "config.toml"];
+        if !files.iter().any(|file| dir.join(file).exists()) {
+            let what = match dir.metadata() {
+                Ok(found) if !found.is_dir() => "is not a directory",
+                Ok(_) => "has no site",
+                Err(_) => "does not exist",
+            };
             bail!(
-                "the site directory {} does not exist: create it with `drover init`, or set DROVER_HOME to another one",
+                "the site directory {} {what}: create one with `drover init`, or set DROVER_HOME to another one",
                 dir.display()
             );
         }
@@ -329,6 +335,13 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(e.contains("nowhere") && e.contains("drover init"), "{e}");
+        let existing = |dir: &Path| Home::existing(dir.into()).map_err(|e| e.to_string());
+        assert!(existing(tmp.path()).unwrap_err().contains("has no site"));
+        assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 0);
+        let file = tmp.path().join("config.toml");
+        fs::write(&file, "").unwrap();
+        assert!(existing(&file).unwrap_err().contains("not a directory"));
+        existing(tmp.path()).unwrap();
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! Images of this site and of peers: listing, verifying, indexing, removing.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::ImageName;
+use drover_net::Code;
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::services::{
     ImageInfo, IndexImage, ListImages, Progress, RemoveImage, Verified, VerifyImage,
@@ -12,6 +14,7 @@ use drover_teleport::services::{
 use crate::changes;
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
+use crate::mounts::refuse_written;
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::site;
@@ -31,6 +34,18 @@ pub fn info(r: ImageRecord) -> ImageInfo {
         format: r.format,
         added_unix: r.added_unix,
         from: r.from,
+    }
+}
+
+/// A name that a new image can have: `:` separates a peer from an image. Older versions allowed it.
+///
+/// # Errors
+/// A message for the user.
+pub fn new_name(text: &str) -> Result<ImageName, String> {
+    let name = ImageName::new(text).map_err(|e| e.to_string())?;
+    match text.contains(':') {
+        true => Err("an image name cannot contain ':'".into()),
+        false => Ok(name),
     }
 }
 
@@ -115,10 +130,15 @@ pub async fn verify(
     };
     if let Some(call) = call {
         if peer.is_none() && catalog.by_name(&name)?.is_none() {
-            return Err(Error::no_image(&name));
+            return Err(Error::no_image(None, &name));
         }
         let progress = |p: Progress| progress(p.done, p.total);
-        return call.ask(&VerifyImage { name }, progress).await;
+        let request = VerifyImage { name: name.clone() };
+        let verified = call.ask(&request, progress).await;
+        return verified.map_err(|e| match e.code() {
+            Some(Code::NotFound) => Error::no_image(peer, &name),
+            _ => e,
+        });
     }
     let own = Own::open(home, &catalog).await?;
     let verified = own.run(move |site| site.verify(&name, &mut progress));
@@ -156,6 +176,15 @@ impl Indexer {
         path: &Path,
         mut progress: impl FnMut(u64, u64) + Send + 'static,
     ) -> Result<ImageRecord> {
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        let known = ImageName::new(name).map(|name| self.catalog.by_name(&name));
+        if let Err(e) = new_name(name)
+            && !matches!(known, Ok(Ok(Some(_))))
+        {
+            let path = path.display();
+            return Err(Error::usage(format!("cannot index {path}: {e}: rename it")));
+        }
+        refuse_written(&self.home, path)?;
         let call = match self.own {
             Some(_) => None,
             None => Call::local(&self.home).await?,

@@ -46,6 +46,7 @@ pub use leases::{
     BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, is_known, leases_of,
 };
 pub use left::{Keeps, Left, Untold};
+pub use local::{is_read_by, refuse_written};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use site_images::{own, site_server};
 pub use status::{DiskStatus, State, Status};

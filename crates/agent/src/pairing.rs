@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use drover_net::{ConnectOptions, PeerKey, Ticket, TicketError, connect_any};
-use drover_store::{Peer, peer_name};
+use drover_store::{Peer, SiteCatalog, peer_name};
 
 use crate::addresses;
 use crate::error::{Error, Result};
@@ -111,4 +111,44 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
         key: ticket.key,
         calls_itself,
     })
+}
+
+/// What to say of peers that were paired under a name that is now the prefix of local disks.
+///
+/// # Errors
+/// When the catalog cannot be read.
+pub fn misnamed(catalog: &SiteCatalog) -> Result<Vec<String>> {
+    let peers = catalog.peers()?.into_iter().map(|p| p.name);
+    let misnamed = peers.filter(|name| peer_name::is_reserved(name));
+    let say = |name| {
+        format!(
+            "images of the peer {name} cannot be mounted: {name}:PATH is a disk of this host: run `drover peers forget {name}`, then pair again with `drover pair TICKET --name NAME`"
+        )
+    };
+    Ok(misnamed.map(say).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_with_the_name_of_a_kind_of_disk_is_reported() {
+        let tmp = tempfile::tempdir().unwrap();
+        let home = Home::create(tmp.path().into()).unwrap();
+        let catalog = site::open_catalog(&home).unwrap();
+        for (n, name) in ["dir", "lyon"].into_iter().enumerate() {
+            let peer = Peer {
+                name: name.into(),
+                key: PeerKey([n as u8; 32]),
+                addresses: Vec::new(),
+                paired_unix: 0,
+            };
+            catalog.put_peer(&peer).unwrap();
+        }
+        let said = misnamed(&catalog).unwrap();
+        assert_eq!(said.len(), 1);
+        assert!(said[0].contains("peers forget dir"), "{said:?}");
+        assert!(said[0].contains("--name NAME"), "{said:?}");
+    }
 }

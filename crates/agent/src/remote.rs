@@ -155,5 +155,7 @@ pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
         [] => "there are no peers".to_string(),
         some => format!("peers: {}", some.join(", ")),
     };
-    bail!("no peer is called {name:?} ({known}); `drover pair TICKET` adds one")
+    Err(Error::refused(format!(
+        "no peer is called {name:?} ({known}); `drover pair TICKET` adds one"
+    )))
 }

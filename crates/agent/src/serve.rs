@@ -178,6 +178,9 @@ pub async fn teleporter(home: Home, args: Listen, ready: impl FnOnce(&Ready)) ->
 fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
     // A site must be able to start on a full disk, to take cleanup requests.
     let catalog = CleanUp::of(home).run(|| site::open_catalog(home))?;
+    for misnamed in crate::pairing::misnamed(&catalog)? {
+        tracing::warn!("{misnamed}");
+    }
     Ok((Arc::new(catalog), home.identity()?))
 }
 

@@ -101,38 +101,30 @@ pub fn parse_compress(text: &str) -> Result<Compress, String> {
     Ok(Compress(Some(effort)))
 }
 
-/// Parses a duration such as `90s`, `10m` or `1h 30m`.
+/// Parses a duration such as `90s`, `10m`, `1h30m` or `7d`.
 ///
 /// # Errors
 /// A message for the user.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    text.parse::<jiff::SignedDuration>()
-        .ok()
-        .and_then(|d| Duration::try_from(d).ok())
-        .ok_or_else(|| {
-            format!(
-                "{:?} is not a duration: use a number with s, m or h, such as 90s or 1h30m",
-                clean(text)
-            )
-        })
+    duration(text).ok_or_else(|| {
+        format!(
+            "{:?} is not a duration: use a number with s, m, h or d, such as 90s, 1h30m or 7d",
+            clean(text)
+        )
+    })
 }
 
-/// Parses an age such as `7d` or `36h`: whole days, or anything [`parse_duration`] accepts.
-///
-/// # Errors
-/// A message for the user.
-pub fn parse_age(text: &str) -> Result<Duration, String> {
-    let days = text.strip_suffix('d').and_then(|n| n.parse::<u64>().ok());
-    let seconds = days.and_then(|n| n.checked_mul(24 * 3600));
-    match seconds {
-        Some(seconds) => Ok(Duration::from_secs(seconds)),
-        None => parse_duration(text).map_err(|_| {
-            format!(
-                "{:?} is not a duration: use a number with s, m, h or d, such as 36h or 7d",
-                clean(text)
-            )
-        }),
+fn duration(text: &str) -> Option<Duration> {
+    // The library knows no days, as not all have 24 hours.
+    let days = text.split_once('d');
+    let days = days.and_then(|(days, rest)| Some((days.parse::<u64>().ok()?, rest.trim_start())));
+    let (days, rest) = days.unwrap_or((0, text));
+    let whole = Duration::from_secs(days.checked_mul(24 * 3600)?);
+    if days > 0 && rest.is_empty() {
+        return Some(whole);
     }
+    let rest: jiff::SignedDuration = rest.parse().ok()?;
+    whole.checked_add(Duration::try_from(rest).ok()?)
 }
 
 /// Formats a number of bytes in binary units: `1.5 GiB`.
@@ -233,7 +225,7 @@ mod tests {
 
         #[test]
         fn no_text_panics(text: String) {
-            let _ = (parse_size(&text), parse_rate(&text), parse_duration(&text), parse_age(&text));
+            let _ = (parse_size(&text), parse_rate(&text), parse_duration(&text));
         }
     }
 
@@ -249,19 +241,33 @@ mod tests {
 
     #[test]
     fn durations_are_friendly() {
-        assert_eq!(parse_duration("10m"), Ok(Duration::from_secs(600)));
-        assert_eq!(parse_duration("1h 30m"), Ok(Duration::from_secs(5400)));
-        for bad in ["", "10", "-5m", "soon"] {
-            assert!(parse_duration(bad).is_err(), "{bad}");
+        let seconds = [
+            ("10m", 600),
+            ("0s", 0),
+            ("1h 30m", 5400),
+            ("1h30m", 5400),
+            ("36h", 36 * 3600),
+            ("7d", 7 * 24 * 3600),
+            ("1d12h", 36 * 3600),
+            ("1d 12h", 36 * 3600),
+            ("90 seconds", 90),
+        ];
+        for (text, seconds) in seconds {
+            assert_eq!(parse_duration(text), Ok(Duration::from_secs(seconds)));
         }
-    }
-
-    #[test]
-    fn ages_have_days() {
-        assert_eq!(parse_age("7d"), Ok(Duration::from_secs(7 * 24 * 3600)));
-        assert_eq!(parse_age("36h"), Ok(Duration::from_secs(36 * 3600)));
-        for bad in ["", "7", "-1d", "d", "99999999999999999999d", "soon"] {
-            assert!(parse_age(bad).is_err(), "{bad}");
+        for bad in [
+            "",
+            "7",
+            "10",
+            "-5m",
+            "-1d",
+            "1d -5m",
+            "d",
+            "99999999999999999999d",
+            "999999999999999d",
+            "soon",
+        ] {
+            assert!(parse_duration(bad).is_err(), "{bad}");
         }
     }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
-use drover_agent::text;
+use drover_agent::images::new_name;
+use drover_agent::{addresses, text};
 use drover_core::ImageName;
 use drover_store::peer_name;
 
@@ -48,7 +49,7 @@ Units:
              KB, MB, GB, TB are powers of 1000
   rates      in bytes (not bits) per second: K, M, G, T and KB, MB, GB, TB are powers of 1000,
              KiB, MiB, GiB, TiB are powers of 1024
-  durations  such as 90s, 10m or 1h30m; in config.toml also days, such as 7d
+  durations  a number with s, m, h or d, such as 90s, 1h30m or 7d
   config.toml is read by the same rules. Sizes and rates are printed in KiB, MiB, GiB, TiB.
 
 Exit codes:
@@ -56,7 +57,7 @@ Exit codes:
   1  failed
   2  usage error
   3  refused by a site (not trusted, no space, name or size not accepted, image in use),
-     or no such image or transfer"
+     or no such image, transfer, peer or mount"
 )]
 pub struct Cli {
     /// Site directory [default: /var/lib/drover for root, else $XDG_DATA_HOME/drover (~/.local/share/drover)]
@@ -147,7 +148,7 @@ pub struct ListenArgs {
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
     /// Address to put into tickets instead of the local ones, for example behind NAT; repeatable
-    #[arg(long, value_name = "HOST[:PORT]")]
+    #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
     pub advertise: Vec<String>,
     /// Address on which to serve Prometheus metrics over HTTP at /metrics [default: config.toml, else none]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -197,7 +198,7 @@ pub struct TicketArgs {
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "24h")]
     pub expires: Duration,
     /// Address to put into the ticket instead of those the site listens on; repeatable
-    #[arg(long, value_name = "HOST[:PORT]")]
+    #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
     pub advertise: Vec<String>,
     /// Print one JSON object
     #[arg(long)]
@@ -247,7 +248,7 @@ pub struct SendArgs {
     #[arg(required = true, num_args = 1.., value_names = ["IMAGE", "PEER"], value_hint = ValueHint::FilePath)]
     pub images_and_peer: Vec<PathBuf>,
     /// Name of the image at the peer; for a single image [default: its file name]
-    #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
+    #[arg(long = "as", value_name = "NAME", value_parser = new_name)]
     pub rename: Option<ImageName>,
     /// Maximum network rate in bytes per second, such as 20M or 512KiB [default: config.toml, else unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
@@ -268,7 +269,7 @@ pub struct SendArgs {
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
     /// Number of TCP connections for block data, 1 to 8 [default: chosen to fill the link]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
+    #[arg(long, value_name = "N", value_parser = connections)]
     pub connections: Option<u16>,
     /// Compression: auto, none, lz4, or a zstd level from 1 to 15
     ///
@@ -377,6 +378,7 @@ pub struct StatusArgs {
     after_help = "\
 Examples:
   drover peers
+  drover peers --json
   drover peers forget lyon"
 )]
 pub struct PeersArgs {
@@ -412,6 +414,9 @@ Examples:
         /// Do not ask for confirmation
         #[arg(short, long)]
         yes: bool,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -453,6 +458,12 @@ pub struct ManArgs {
     pub dir: PathBuf,
 }
 
+/// The number of data connections.
+fn connections(text: &str) -> Result<u16, String> {
+    let number = text.parse().ok().filter(|n| (1..=8).contains(n));
+    number.ok_or_else(|| "must be from 1 to 8".into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -480,13 +491,15 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_paths_are_usage_errors() {
-        for bad in ["../x", "a/b", ".hidden", "a\nb", ""] {
+    fn names_that_are_paths_or_targets_are_usage_errors() {
+        for bad in ["../x", "a/b", ".hidden", "a\nb", "", "file:x"] {
             let args = ["drover", "send", "x.img", "lyon", "--as", bad];
             assert!(Cli::try_parse_from(args).is_err(), "{bad:?}");
         }
         assert!(Cli::try_parse_from(["drover", "send", "x.img", "lyon", "--as", "y.img"]).is_ok());
         assert!(Cli::try_parse_from(["drover", "send", "x.img", "--as", "y", "lyon"]).is_ok());
+        // One that an older version made can still be named.
+        assert!(Cli::try_parse_from(["drover", "verify", "file:x"]).is_ok());
         assert!(
             Cli::try_parse_from(["drover", "send", "x", "l", "--to", "raw", "--opaque"]).is_err()
         );

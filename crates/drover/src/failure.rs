@@ -1,12 +1,36 @@
 //! Errors of the command line itself.
 
-use drover_agent::error::{Error, one_line};
-use drover_net::Code;
+use std::process::ExitCode;
+
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+use drover_agent::error::{Error, Kind, chain, one_line};
+use drover_net::{Code, NetError};
 use drover_teleport::TeleportError;
+
+use crate::cli::Cli;
+use crate::out;
 
 /// A usage error: exit code 2.
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::usage(message).into()
+}
+
+/// Prints what clap has to say: help, or a usage error without its usage line, which names the options that were given.
+pub fn of_arguments(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        error.exit();
+    }
+    match error.kind() {
+        ErrorKind::MissingSubcommand => out::note(&Cli::command().render_help().to_string()),
+        _ => {
+            let text = error.to_string();
+            let parts = text.trim_end().split("\n\n");
+            let parts: Vec<&str> = parts.filter(|part| !part.starts_with("Usage:")).collect();
+            out::note(&parts.join("\n\n"));
+        }
+    }
+    ExitCode::from(Kind::Usage as u8)
 }
 
 /// A refusal, or something that does not exist: exit code 3.
@@ -22,13 +46,37 @@ pub fn hint(e: Error, code: Code, hint: &str) -> anyhow::Error {
     }
 }
 
-/// This site has no image of that name.
-pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
-    Error::no_image(name).into()
+/// The error on one line. For a peer that cannot be reached it ends with the way out.
+pub fn line(error: &(dyn std::error::Error + 'static)) -> String {
+    let line = one_line(error);
+    let is_away = |e: &NetError| matches!(e, NetError::Unreachable { .. });
+    let mut away = chain(error).filter_map(|e| match (e.downcast_ref(), e.downcast_ref()) {
+        (Some(Error::Net(e)), _) | (_, Some(TeleportError::Net(e))) => Some(e),
+        _ => None,
+    });
+    match away.any(is_away) {
+        true => format!("{line}: check that `drover serve` is running there, and the firewall"),
+        false => line,
+    }
 }
 
-/// A failure to send. If the file could be sent without interpreting its format, the message ends with that hint.
-pub fn of_sending(error: impl Into<TeleportError>) -> anyhow::Error {
+/// This site has no image of that name.
+pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
+    Error::no_image(None, name).into()
+}
+
+/// A failure to send to `peer`.
+pub fn of_sending(error: TeleportError, peer: &str) -> anyhow::Error {
+    match &error {
+        TeleportError::Refused(refusal) if refusal.code == Code::Untrusted => {
+            Error::of_peer(peer, refusal).into()
+        }
+        _ => of_opening(error),
+    }
+}
+
+/// A failure to open an image. If the file could be sent without interpreting its format, the message ends with that hint.
+pub fn of_opening(error: impl Into<TeleportError>) -> anyhow::Error {
     let error = error.into();
     match &error {
         TeleportError::Image(image) if image.opaque_helps() => {

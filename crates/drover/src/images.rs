@@ -213,12 +213,12 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
 ///
 /// # Errors
 /// When one cannot be indexed; those before it stay indexed.
-pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
+pub async fn index(home: PathBuf, args: IndexArgs) -> Result<()> {
     let files = files_of(&args.paths)?;
     if files.is_empty() {
         return Err(usage("no files to index: the directories are empty"));
     }
-    let mut indexer = Indexer::new(home)?;
+    let mut indexer = Indexer::new(&Home::create(home)?)?;
     for path in files {
         let bar = Bar::new(
             &path.file_name().unwrap_or_default().to_string_lossy(),

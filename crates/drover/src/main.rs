@@ -26,12 +26,14 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
-use drover_agent::error::{kind_of, one_line};
+use drover_agent::error::kind_of;
 use drover_agent::home::Home;
 
 fn main() -> ExitCode {
-    // Clap prints usage errors itself, with exit code 2.
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return failure::of_arguments(&e),
+    };
     let serves = matches!(
         cli.command,
         Command::Serve(_) | Command::Teleporter(_) | Command::MountDaemon { .. }
@@ -60,11 +62,11 @@ fn main() -> ExitCode {
         Err(e) => {
             let code = kind_of(e.as_ref()) as u8;
             if json {
-                let last = serde_json::json!({"event": "error", "code": code, "message": one_line(e.as_ref())});
+                let last = serde_json::json!({"event": "error", "code": code, "message": failure::line(e.as_ref())});
                 // The reader may be gone.
                 let _ = out::json(&last);
             }
-            out::note(&format!("drover: {}", one_line(e.as_ref())));
+            out::note(&format!("drover: {}", failure::line(e.as_ref())));
             ExitCode::from(code)
         }
     }
@@ -105,7 +107,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
         Command::Transfers(args) => wait(transfers::transfers(&existing()?, args)),
-        Command::Index(args) => wait(images::index(&create()?, args)),
+        Command::Index(args) => wait(images::index(dir()?, args)),
         Command::Verify(args) => wait(images::verify(&existing()?, args)),
         Command::Rm(args) => wait(images::rm(&existing()?, args)),
         Command::Status(args) => wait(status::status(&existing()?, args)),

@@ -131,7 +131,8 @@ async fn begin(
             false => Error::msg(one_line(e.as_ref())),
         })
     };
-    Ok(mounts::begin(home, images, front, options.into(), by, ready).await?)
+    let how = options.of(&images)?;
+    Ok(mounts::begin(home, images, front, how, by, ready).await?)
 }
 
 /// Announces that a mount is ready.

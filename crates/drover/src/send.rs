@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use drover_agent::home::Home;
+use drover_agent::mounts::refuse_written;
 use drover_agent::remote::find_peer;
 use drover_agent::signals::Stop;
 use drover_agent::site;
@@ -34,6 +35,9 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         bail!(
             "the address of {peer_name} is unknown: pair again with a ticket from {peer_name}: `drover pair TICKET --name {peer_name}`"
         );
+    }
+    for item in &items {
+        refuse_written(home, &item.path)?;
     }
     let stop = Stop::on_signals()?;
     let items = tokio::task::spawn_blocking(move || items::with_companions(items)).await??;
@@ -78,7 +82,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         Ok(reports) => show.done(&reports),
         Err(e) => {
             show.failed();
-            Err(failure::of_sending(e))
+            Err(failure::of_sending(e, &peer_name))
         }
     }
 }

@@ -107,7 +107,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
     let json = match args.action {
         None => args.json,
         Some(PeersAction::List { json }) => json,
-        Some(PeersAction::Forget { name, yes }) => {
+        Some(PeersAction::Forget { name, yes, json }) => {
             let peer = find_peer(&catalog, &name)?;
             prompt::confirm(
                 &format!("Stop trusting {name} (key {})?", peer.key.short()),
@@ -116,11 +116,18 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
             if room.run(|| Ok(catalog.forget_peer(&name)?))?.is_none() {
                 bail!("{name} was removed by another command");
             }
+            if json {
+                let key = peer.key.to_string();
+                return out::json(&json!({"name": name, "key": key, "forgotten": true}));
+            }
             return out::line(&format!(
                 "{name} is no longer trusted: it cannot connect until it pairs again"
             ));
         }
     };
+    for misnamed in pairing::misnamed(&catalog)? {
+        out::note(&format!("drover: {misnamed}"));
+    }
     let peers = catalog.peers()?;
     if json {
         for p in peers {

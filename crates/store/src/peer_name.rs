@@ -23,12 +23,17 @@ pub fn check(name: &str) -> Result<String, String> {
             "the name of a site must start with a letter or digit and contain only letters, digits, '.', '-' and '_'".into(),
         );
     }
-    if RESERVED.contains(&name) {
+    if is_reserved(name) {
         return Err(format!(
             "no site can be called {name}: {name}:PATH is a disk of this host"
         ));
     }
     Ok(name.into())
+}
+
+/// Whether a name cannot be given because it is a prefix of targets. A peer paired by an older version may have it.
+pub fn is_reserved(name: &str) -> bool {
+    RESERVED.contains(&name)
 }
 
 /// Derives a valid name from the one that another machine gives itself.
@@ -50,7 +55,7 @@ pub fn from_untrusted(text: &str) -> String {
 
 /// `wanted`, or `wanted-2` and so on if it is reserved or `taken`.
 pub fn unique(wanted: &str, taken: impl Fn(&str) -> bool) -> String {
-    let taken = |name: &str| RESERVED.contains(&name) || taken(name);
+    let taken = |name: &str| is_reserved(name) || taken(name);
     if !taken(wanted) {
         return wanted.into();
     }

@@ -12,12 +12,12 @@
 //! step 1 leaves the image as it was; after a later crash, [`super::recover()`] finishes the merge.
 
 use std::fs::{self, File};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
-use drover_image::{Format, VirtualDisk};
+use drover_image::Format;
 use drover_mount::server::Claim;
 use drover_net::Code;
 use drover_store::lease::{MERGE_NOTE, MountId};
@@ -93,7 +93,7 @@ pub fn merge(
     let record = here
         .site
         .by_name(name)
-        .ok_or_else(|| Error::no_image(name))?;
+        .ok_or_else(|| Error::no_image(None, name))?;
     let to = check(here, order, &record)?;
     let mut merged = Merged {
         image: name.to_string(),
@@ -214,17 +214,11 @@ fn has_snapshots(path: &Path) -> Result<bool> {
 
 /// An image of this site that uses this one's file as its backing file.
 fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
-    let file = |path: &Path| fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
-    let ours = file(&record.path)?;
+    let ours = fs::metadata(&record.path).ok()?;
     let others = here.site.list().into_iter().filter(|o| o.id != record.id);
-    let mut backed = others.filter(|o| o.format != "raw").filter(|other| {
-        // An image that cannot be opened has no readers.
-        VirtualDisk::open(&other.path).is_ok_and(|disk| {
-            let mut files = disk.stamps().iter();
-            files.any(|(path, _)| file(path) == Some(ours))
-        })
-    });
-    backed.next().map(|other| other.name)
+    let mut others = others.filter(|o| o.format != "raw");
+    let backed = others.find(|other| mounts::is_read_by(&ours, &other.path));
+    backed.map(|other| other.name)
 }
 
 /// A merge in progress.

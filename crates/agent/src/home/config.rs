@@ -169,7 +169,7 @@ fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
     if text == "forever" {
         return Ok(Some(Age::Forever));
     }
-    let age = text::parse_age(&text).map_err(serde::de::Error::custom)?;
+    let age = text::parse_duration(&text).map_err(serde::de::Error::custom)?;
     Ok(Some(Age::At(age)))
 }
 

@@ -14,7 +14,7 @@ use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{MAX_SIZE, Opened};
-use drover_net::{Code, Refusal};
+use drover_net::Code;
 use drover_storage::HostDirectory;
 use drover_store::lease::{Access, MountId};
 use tokio::runtime::Handle;
@@ -99,7 +99,7 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
         && !directory.is_dir()
     {
         bail!(
-            "the directory of --record, {}, does not exist",
+            "cannot record the order of reads: there is no directory {}",
             directory.display()
         );
     }
@@ -107,16 +107,8 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
     for image in images {
         if let Some(disk) = &image.local {
             local::check(home, &catalog, disk, how)?;
-        } else if how.size.is_some() {
-            return Err(Error::usage(format!(
-                "--size cannot be used with the image {image}: only a dir:PATH target is created"
-            )));
         } else if let Some(peer) = &image.peer {
             find_peer(&catalog, peer)?;
-        } else if how.direct {
-            return Err(Error::usage(format!(
-                "--direct cannot be used with {image}, an image of this site"
-            )));
         }
     }
     Ok(())
@@ -559,15 +551,7 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
 fn unopened(error: MountError, image: &Target) -> Error {
     match error {
         MountError::Refused(refusal) if refusal.code == Code::NotFound => {
-            let (site, list) = match &image.peer {
-                Some(peer) => (peer.as_str(), format!("drover images {peer}")),
-                None => ("this site", "drover images".into()),
-            };
-            let text = format!(
-                "{site} has no image called {}; `{list}` lists its images",
-                image.image
-            );
-            MountError::Refused(Refusal::new(Code::NotFound, text)).into()
+            Error::no_image(image.peer.as_deref(), &image.image)
         }
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");
@@ -619,7 +603,7 @@ fn open_cache(
 
 fn read_order(path: &Path) -> Result<String> {
     std::fs::read_to_string(path)
-        .with_context(|| format!("cannot read {} for --prefetch", path.display()))
+        .with_context(|| format!("cannot read the prefetch order {}", path.display()))
 }
 
 /// The chunks that a disk without a cache needs first: asked for with the open, before its size is known.

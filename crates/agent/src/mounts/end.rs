@@ -34,10 +34,10 @@ pub fn find(home: &Home, what: &str) -> Result<Written> {
     }
     match meant.len() {
         1 => Ok(meant.remove(0)),
-        0 => bail!(
+        0 => Err(Error::refused(format!(
             "no mount at {}; `drover mounts` lists all mounts",
             clean(what)
-        ),
+        ))),
         _ => bail!(
             "{} matches several mounts; use a name from `drover mounts`",
             clean(what)

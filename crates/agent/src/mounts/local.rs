@@ -16,14 +16,11 @@ use drover_image::VirtualDisk;
 use drover_storage::HostDirectory;
 use drover_store::Catalog;
 
-use super::record::{How, Place, SyncMode};
+use super::record::{How, Place};
 use super::target::LocalDisk;
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 use crate::text::bytes;
-
-/// A disk's size is a multiple of this, as front ends count in sectors.
-const SECTOR: u64 = 512;
 
 /// The largest chunk of a directory, in bytes.
 const MAX_CHUNK: u64 = 4 << 20;
@@ -31,41 +28,11 @@ const MAX_CHUNK: u64 = 4 << 20;
 /// How long a disk that is locked is tried again: a mount that ends, or udev that probes a device, is soon done.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Refuses, before anything is made, options that mean nothing here and files that are the site's.
+/// Refuses, before anything is made, files that are the site's.
 ///
 /// # Errors
 /// What is refused, and the way out.
 pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) -> Result<()> {
-    let given = [
-        (how.sync == SyncMode::Remote, "--sync remote"),
-        (how.cache_size.is_some(), "--cache-size"),
-        (how.record.is_some(), "--record"),
-        (how.window.is_some(), "--window"),
-    ];
-    if let Some((_, option)) = given.iter().find(|(given, _)| *given) {
-        return Err(Error::usage(format!(
-            "{option} cannot be used with {disk}, which is read and written directly"
-        )));
-    }
-    match (disk, how.size) {
-        (LocalDisk::File(path), Some(_)) => {
-            return Err(Error::usage(format!(
-                "--size cannot be used with {disk}; `truncate -s SIZE {}` makes a file of that size",
-                path.display()
-            )));
-        }
-        (_, Some(size)) if size == 0 || size % SECTOR != 0 => {
-            return Err(Error::usage(format!(
-                "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
-            )));
-        }
-        (LocalDisk::Dir(_), Some(_)) if how.read_only => {
-            return Err(Error::usage(format!(
-                "--size cannot be used with --read-only: it creates {disk}"
-            )));
-        }
-        _ => {}
-    }
     let path = real(disk.path());
     // It would be created, and lead elsewhere then.
     if path.components().any(|part| part == Component::ParentDir) {
@@ -99,7 +66,7 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
 }
 
 /// Whether a file is that of an image, or one that the image is read through: a backing file, or one with its data.
-fn is_read_by(file: &Metadata, image: &Path) -> bool {
+pub fn is_read_by(file: &Metadata, image: &Path) -> bool {
     let same = |path: &Path| {
         let theirs = path.metadata();
         theirs.is_ok_and(|theirs| (theirs.dev(), theirs.ino()) == (file.dev(), file.ino()))
@@ -108,6 +75,28 @@ fn is_read_by(file: &Metadata, image: &Path) -> bool {
     same(image)
         || VirtualDisk::open(image)
             .is_ok_and(|disk| disk.stamps().iter().any(|(path, _)| same(path)))
+}
+
+/// Refuses to read an image while a mount of this home writes to it as a local disk: no state of it would be consistent.
+///
+/// # Errors
+/// Names the mount.
+pub fn refuse_written(home: &Home, image: &Path) -> Result<()> {
+    for (place, record) in Place::list(home)? {
+        let mut files = record.images.iter().filter_map(|i| match &i.local {
+            Some(LocalDisk::File(path)) => path.metadata().ok(),
+            _ => None,
+        });
+        if !record.how.read_only && files.any(|file| is_read_by(&file, image)) && place.is_kept() {
+            return Err(Error::refused(format!(
+                "{} is mounted for writing at {}: `drover unmount {}` ends that",
+                image.display(),
+                record.front.place(),
+                record.name
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The path without links, as far as it exists.
@@ -273,8 +262,8 @@ fn open_directory(
             path.display(),
             device.size()
         ),
-        Some(_) if how.chunk != chunk => bail!(
-            "{} has chunks of {}K, not {}K; leave --size out to use it as it is",
+        size if how.chunk != chunk && (size.is_some() || how.is_chunk_chosen) => bail!(
+            "{} has chunks of {}K, not {}K; leave --size and --chunk out to use it as it is",
             path.display(),
             chunk >> 10,
             how.chunk >> 10

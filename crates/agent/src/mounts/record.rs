@@ -111,6 +111,9 @@ pub struct How {
     pub sync: SyncMode,
     /// Chunk size, in bytes.
     pub chunk: u32,
+    /// Whether the user chose it for a local disk: one that exists must have it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_chunk_chosen: bool,
     /// Upper bound on cached bytes; `None` caches the whole image.
     pub cache_size: Option<u64>,
     /// What to prefetch.

@@ -47,8 +47,7 @@ impl SiteImages {
         let record = self.catalog.by_name(name);
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
         let record = record.ok_or_else(|| {
-            // The caller knows this site's images by the names listed here.
-            let text = format!("{} has no image called {name}", self.site);
+            let text = format!("there is no image called {name}");
             Refusal::new(Code::NotFound, text)
         })?;
         if was_changed(&record) {

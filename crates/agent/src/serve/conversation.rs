@@ -85,10 +85,8 @@ async fn talk(
     if peer.rights == Rights::STRANGER {
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
         tracing::warn!(peer = key.short(), "refused a key that is not trusted");
-        let text = format!(
-            "{} does not trust your key: get a ticket there with `drover ticket`, then run `drover pair TICKET` here",
-            server.name
-        );
+        // Its user may know this site by another name, which is added there.
+        let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair TICKET` here";
         return Ok(call.refuse(&Refusal::new(Code::Untrusted, text)).await?);
     }
     let Some(_place) = server.admission.trust(key) else {

@@ -45,7 +45,7 @@ impl OfSite {
         let record = tokio::task::spawn_blocking(move || catalog.by_name(&wanted)).await;
         let record = record.map_err(failed)?.map_err(failed)?;
         record.ok_or_else(|| {
-            let text = format!("{} has no image called {name}", self.server.name);
+            let text = format!("there is no image called {name}");
             Refusal::new(Code::NotFound, text)
         })
     }

@@ -1,6 +1,7 @@
 //! `changes` on the command line.
 
 use clap::{Args, Subcommand};
+use drover_agent::images::new_name;
 use drover_core::ImageName;
 
 use super::values::{Format, image_name};
@@ -63,7 +64,7 @@ pub struct MergeArgs {
     #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
     /// Write a new image of this name; keep the old one and its changes
-    #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
+    #[arg(long = "as", value_name = "NAME", value_parser = new_name)]
     pub rename: Option<ImageName>,
     /// Format of the new image [default: that of the old one, which must be raw or qcow2]
     #[arg(long, value_enum, value_name = "FORMAT", requires = "rename")]

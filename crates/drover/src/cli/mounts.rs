@@ -4,11 +4,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
-use drover_agent::mounts::{self, Driver, Listen, Prefetch, Target};
+use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, Target};
 use drover_agent::text;
 use drover_core::ImageName;
 
 use super::values::image_name;
+use crate::failure::usage;
+
+/// The size of a disk is a multiple of this, as front ends count in sectors.
+const SECTOR: u64 = 512;
 
 /// Mount a disk image, usually of another site, as a local disk
 ///
@@ -139,53 +143,106 @@ pub struct OptionArgs {
     /// Do not cache: send every read and write to the other site (for fast, low-latency networks)
     #[arg(long, conflicts_with_all = ["sync", "cache_size", "prefetch", "record", "push_interval", "window"])]
     pub direct: bool,
-    /// What a flush waits for
-    #[arg(long, value_enum, default_value = "local")]
-    pub sync: SyncMode,
-    /// Size of a chunk, the unit of fetching: a power of two from 4K to 4M
-    #[arg(long, value_name = "SIZE", value_parser = chunk, default_value = "64K")]
-    pub chunk: u32,
+    /// What a flush waits for [default: local]
+    #[arg(long, value_enum)]
+    pub sync: Option<SyncMode>,
+    /// Size of a chunk, the unit of fetching: a power of two from 4K to 4M [default: 64K]
+    #[arg(long, value_name = "SIZE", value_parser = chunk)]
+    pub chunk: Option<u32>,
     /// Maximum size of the cache, at least 16 chunks (1 MiB by default); a smaller value is raised [default: the whole image]
     #[arg(long, value_name = "SIZE", value_parser = cache_size)]
     pub cache_size: Option<u64>,
-    /// What to fetch in the background: none, sequential, or the order in FILE, written by --record
-    #[arg(long, value_name = "none|sequential|FILE", value_parser = Prefetch::parse, default_value = "sequential")]
-    pub prefetch: Prefetch,
+    /// What to fetch in the background: none, sequential, or the order in FILE, written by --record [default: sequential]
+    #[arg(long, value_name = "none|sequential|FILE", value_parser = Prefetch::parse)]
+    pub prefetch: Option<Prefetch>,
     /// At unmount, write to FILE the order in which chunks were first read, for --prefetch
     #[arg(long, value_name = "FILE", value_parser = absolute, value_hint = ValueHint::FilePath)]
     pub record: Option<PathBuf>,
-    /// Interval between pushes of written data; 0s pushes continuously
-    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "5s")]
-    pub push_interval: Duration,
+    /// Interval between pushes of written data; 0s pushes continuously [default: 5s]
+    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
+    pub push_interval: Option<Duration>,
     /// Maximum amount of background data in flight, 48K to 256M; a value outside is raised or lowered to fit [default:
     /// adapts to the link]
     #[arg(long, value_name = "SIZE", value_parser = window)]
     pub window: Option<u64>,
-    /// How long a read or write that needs the other site waits, while the link is down, before it fails
-    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
-    pub give_up_after: Duration,
+    /// How long a read or write that needs the other site waits, while the link is down, before it fails [default: 10m]
+    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
+    pub give_up_after: Option<Duration>,
     /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
 }
 
-impl From<OptionArgs> for mounts::How {
-    fn from(args: OptionArgs) -> Self {
-        mounts::How {
-            read_only: args.read_only,
-            direct: args.direct,
-            sync: match args.sync {
-                SyncMode::Local => mounts::SyncMode::Local,
-                SyncMode::Remote => mounts::SyncMode::Remote,
+impl OptionArgs {
+    /// The options of a mount of `images`.
+    ///
+    /// # Errors
+    /// Usage: an option means nothing for one of them.
+    pub fn of(self, images: &[Target]) -> anyhow::Result<mounts::How> {
+        for image in images {
+            self.check(image).map_err(usage)?;
+        }
+        Ok(mounts::How {
+            read_only: self.read_only,
+            direct: self.direct,
+            sync: match self.sync {
+                None | Some(SyncMode::Local) => mounts::SyncMode::Local,
+                Some(SyncMode::Remote) => mounts::SyncMode::Remote,
             },
-            chunk: args.chunk,
-            cache_size: args.cache_size,
-            prefetch: args.prefetch,
-            record: args.record,
-            push_interval: args.push_interval,
-            window: args.window,
-            give_up_after: args.give_up_after,
-            size: args.size,
+            chunk: self.chunk.unwrap_or(64 << 10),
+            is_chunk_chosen: self.chunk.is_some() && images.iter().any(|i| i.local.is_some()),
+            cache_size: self.cache_size,
+            prefetch: self.prefetch.unwrap_or(Prefetch::Sequential),
+            record: self.record,
+            push_interval: self.push_interval.unwrap_or(Duration::from_secs(5)),
+            window: self.window,
+            give_up_after: self.give_up_after.unwrap_or(Duration::from_secs(600)),
+            size: self.size,
+        })
+    }
+
+    fn check(&self, image: &Target) -> Result<(), String> {
+        let Some(disk) = &image.local else {
+            return match self {
+                Self { size: Some(_), .. } => Err(format!(
+                    "--size cannot be used with the image {image}: only a dir:PATH target is created"
+                )),
+                Self { direct: true, .. } if image.peer.is_none() => Err(format!(
+                    "--direct cannot be used with {image}, an image of this site"
+                )),
+                _ => Ok(()),
+            };
+        };
+        let given = [
+            (self.direct, "--direct"),
+            (self.sync.is_some(), "--sync"),
+            (self.cache_size.is_some(), "--cache-size"),
+            (self.prefetch.is_some(), "--prefetch"),
+            (self.record.is_some(), "--record"),
+            (self.push_interval.is_some(), "--push-interval"),
+            (self.window.is_some(), "--window"),
+            (self.give_up_after.is_some(), "--give-up-after"),
+        ];
+        if let Some((_, option)) = given.iter().find(|(given, _)| *given) {
+            return Err(format!(
+                "{option} cannot be used with {disk}, which is read and written directly"
+            ));
+        }
+        match (disk, self.chunk, self.size) {
+            (LocalDisk::File(path), _, Some(_)) => Err(format!(
+                "--size cannot be used with {disk}; `truncate -s SIZE {}` makes a file of that size",
+                path.display()
+            )),
+            (LocalDisk::File(_), Some(_), _) => Err(format!(
+                "--chunk cannot be used with {disk}, which has no chunks"
+            )),
+            (LocalDisk::Dir(_), _, Some(size)) if size == 0 || size % SECTOR != 0 => Err(format!(
+                "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
+            )),
+            (LocalDisk::Dir(_), _, Some(_)) if self.read_only => Err(format!(
+                "--size cannot be used with --read-only: it creates {disk}"
+            )),
+            _ => Ok(()),
         }
     }
 }
@@ -316,7 +373,7 @@ fn absolute(text: &str) -> Result<PathBuf, String> {
 /// The size of a cache, which is not 0.
 fn cache_size(text: &str) -> Result<u64, String> {
     match text::parse_size(text)? {
-        0 => Err("--cache-size must be greater than 0; --direct disables the cache".into()),
+        0 => Err("must be greater than 0; --direct disables the cache".into()),
         size => Ok(size),
     }
 }
@@ -324,9 +381,7 @@ fn cache_size(text: &str) -> Result<u64, String> {
 /// The bytes in flight in the background, which are not 0.
 fn window(text: &str) -> Result<u64, String> {
     match text::parse_size(text)? {
-        0 => Err(
-            "--window must be greater than 0; --prefetch none disables background fetching".into(),
-        ),
+        0 => Err("must be greater than 0; --prefetch none disables background fetching".into()),
         size => Ok(size),
     }
 }
@@ -336,7 +391,7 @@ fn chunk(text: &str) -> Result<u32, String> {
     u32::try_from(text::parse_size(text)?)
         .ok()
         .filter(|n| n.is_power_of_two() && (4 << 10..=4 << 20).contains(n))
-        .ok_or_else(|| "--chunk must be a power of two from 4K to 4M".into())
+        .ok_or_else(|| "must be a power of two from 4K to 4M".into())
 }
 
 #[cfg(test)]

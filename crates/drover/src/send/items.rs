@@ -4,13 +4,14 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use drover_agent::images::new_name;
 use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_image::{Conversion, open_for_sending};
 use drover_teleport::SendItem;
 
 use crate::cli::{Format, SendArgs};
-use crate::failure::{of_sending, usage};
+use crate::failure::{of_opening, usage};
 
 /// The peer and the images that the command line names.
 ///
@@ -73,7 +74,7 @@ pub fn with_companions(items: Vec<SendItem>) -> Result<Vec<SendItem>> {
     let mut out: Vec<SendItem> = Vec::new();
     for item in items {
         // Opened again when it is sent; here only for its companion files.
-        let outgoing = open_for_sending(&item.path, item.conversion).map_err(of_sending)?;
+        let outgoing = open_for_sending(&item.path, item.conversion).map_err(of_opening)?;
         for path in outgoing.companions {
             let name = name_of(&path).map_err(|e| {
                 usage(format!(
@@ -114,7 +115,7 @@ fn name_of(path: &Path) -> Result<ImageName, String> {
     let name = name.to_str().ok_or_else(|| {
         format!("{shown}: the file name is not UTF-8; choose another name with --as")
     })?;
-    ImageName::new(name).map_err(|e| format!("{e}; choose another name with --as"))
+    new_name(name).map_err(|e| format!("{e}; choose another name with --as"))
 }
 
 fn same_file(a: &Path, b: &Path) -> Result<bool> {
@@ -161,6 +162,7 @@ mod tests {
             &["a/x.img", "b/x.img", "lyon"][..],
             &["x.img", "y.img", "lyon", "--as", "z"],
             &[".hidden", "lyon"],
+            &["a:b", "lyon"],
             &["bad\nname", "lyon"],
             &["..", "lyon"],
             &["x.img", "./y.img"],

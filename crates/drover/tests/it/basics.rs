@@ -35,8 +35,17 @@ fn help_has_examples_and_usage_errors_have_their_code() {
         );
         world.run("h", &[command, "--no-such-option"]).code(2);
     }
-    world.run("h", &[]).code(2);
+    let bare = world.run("h", &[]).code(2);
+    assert!(bare.err.contains("Examples:"), "{}", bare.err);
+    assert!(!bare.err.contains("mount-daemon"), "{}", bare.err);
     world.run("h", &["fly"]).code(2);
+    let wrong = world.run("h", &["send", "x", "lyon", "--connections", "9"]);
+    let wrong = wrong.code(2).err;
+    assert!(
+        wrong.contains("'9' for '--connections <N>': must be from 1 to 8"),
+        "{wrong}"
+    );
+    assert!(!wrong.contains("Usage:"), "{wrong}");
     assert!(!world.path("h").exists(), "looking at help makes nothing");
 }
 
@@ -200,9 +209,16 @@ fn names_that_leave_their_directory_are_usage_errors() {
         world.run("h", &["rm", bad, "--yes"]).code(2);
         world.run("h", &["verify", bad]).code(2);
     }
+    world.image("a:b.img", 1, 1);
+    world
+        .run("h", &["index", "a:b.img"])
+        .fails(2, &["a:b.img", "cannot contain ':'", "rename"]);
+    world
+        .run("h", &["send", "a:b.img", "lyon"])
+        .fails(2, &["cannot contain ':'", "--as"]);
     world
         .run("h", &["send", "a.img", "lyon"])
-        .fails(1, &["no peer is called", "drover pair"]);
+        .fails(3, &["no peer is called", "drover pair"]);
     world
         .run("h", &["pair", "drover1rubbish"])
         .fails(2, &["ticket"]);
@@ -215,6 +231,7 @@ fn nothing_that_is_no_image_is_indexed() {
     world
         .run("h", &["index", "gone.img"])
         .fails(1, &["gone.img"]);
+    assert!(!world.path("h").exists(), "no site is made for nothing");
     fs::create_dir(world.path("empty")).unwrap();
     world
         .run("h", &["index", "empty"])

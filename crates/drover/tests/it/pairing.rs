@@ -61,7 +61,7 @@ fn tickets_are_made_beside_a_running_site_and_without_one() {
     assert!(ticket.err.contains("no site is running"), "{}", ticket.err);
     world
         .run("third", &["pair", ticket.out.trim(), "--name", "a"])
-        .fails(1, &["cannot reach a at 127.0.0.1"]);
+        .fails(1, &["cannot reach a at 127.0.0.1", "drover serve"]);
 }
 
 #[test]
@@ -76,16 +76,24 @@ fn a_key_that_is_not_trusted_may_do_nothing() {
     world
         .run("far", &["peers", "forget", &me])
         .fails(2, &["--yes"]);
-    world.run("far", &["peers", "forget", &me, "--yes"]).ok();
-    world
-        .run("near", &["images", "far"])
-        .fails(3, &["does not trust your key", "drover pair"]);
+    let forgotten = world
+        .run("far", &["peers", "forget", &me, "--yes", "--json"])
+        .ok()
+        .json();
+    assert_eq!(
+        (&forgotten[0]["name"], &forgotten[0]["forgotten"]),
+        (&me.as_str().into(), &true.into())
+    );
+    world.run("near", &["images", "far"]).fails(
+        3,
+        &["far: the key of your site is not trusted", "drover pair"],
+    );
     world
         .run("near", &["verify", "a.img", "far"])
-        .fails(3, &["does not trust"]);
+        .fails(3, &["far: the key", "not trusted"]);
     let ran = world
         .run("near", &["send", "a.img", "far", "--json"])
-        .fails(3, &["trust"]);
+        .fails(3, &["far: the key of your site is not trusted"]);
     let last = ran.json().pop().unwrap();
     assert_eq!(
         (last["event"].as_str(), last["code"].as_i64()),

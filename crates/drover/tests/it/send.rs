@@ -175,7 +175,10 @@ fn a_site_that_is_not_there_is_one_clear_line() {
     world.image("a.img", 1, 10);
     let ran = world
         .run("near", &["send", "a.img", "far", "--json"])
-        .fails(1, &["cannot reach far at 127.0.0.1", "refused"]);
+        .fails(
+            1,
+            &["cannot reach far at 127.0.0.1", "refused", "drover serve"],
+        );
     assert_eq!(ran.json().pop().unwrap()["event"], "error");
 }
 

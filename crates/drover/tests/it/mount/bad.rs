@@ -15,10 +15,10 @@ fn strangers_and_unknown_names_get_one_line() {
     };
     no_image("far:nope", &["far has no", "nope", "`drover images far`"]);
     no_image("nope", &["this site has no", "nope", "`drover images`"]);
-    m.near(&["mount", "lyon:web.raw", "d"]).fails(1, &["lyon"]);
+    m.near(&["mount", "lyon:web.raw", "d"]).fails(3, &["lyon"]);
     m.near(&["mount", "far:../x", "d"]).code(2);
     m.near(&["mount", "web.raw", "d", "--direct"]).code(2);
-    m.near(&["unmount", "d"]).fails(1, &["d", "drover mounts"]);
+    m.near(&["unmount", "d"]).fails(3, &["d", "drover mounts"]);
     // No longer trusted.
     let peers = m.world.run("far", &["peers", "--json"]).ok().json();
     let name = peers[0]["name"].as_str().unwrap();

@@ -151,6 +151,13 @@ fn a_directory_is_created_once_and_taken_up_again() {
         .fails(1, &["67108864 bytes, not 33554432", "--size"]);
     a.export("dir:disk", "s", &["--size", "64MiB"])
         .fails(1, &["chunks of 256K, not 64K", "--size"]);
+    for chunk in ["64K", "1M"] {
+        let named = format!("chunks of 256K, not {chunk}").replace("1M", "1024K");
+        a.export("dir:disk", "s", &["--chunk", chunk])
+            .fails(1, &[&named, "--chunk"]);
+    }
+    a.export("dir:disk", "s", &["--chunk", "256K"]).ok();
+    a.run(&["unmount", "s"]).ok();
     // The same target, also without a size; its chunk size is that of its creation.
     for options in [&size[..], &[]] {
         a.export("dir:disk", "s", options).ok();
@@ -192,11 +199,28 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
         2,
         &["--size", "truncate -s"],
     );
+    let order = text(&a.path("disk.raw")).to_owned();
+    for option in [
+        &["--direct"][..],
+        &["--sync", "local"],
+        &["--sync", "remote"],
+        &["--cache-size", "1M"],
+        &["--prefetch", "sequential"],
+        &["--record", &order],
+        &["--push-interval", "5s"],
+        &["--window", "1M"],
+        &["--give-up-after", "10m"],
+    ] {
+        for target in ["file:disk.raw", "dir:new"] {
+            let (_, name) = target.split_once(':').unwrap();
+            refused(target, option, 2, &[option[0], name, "directly"]);
+        }
+    }
     refused(
         "file:disk.raw",
-        &["--cache-size", "1M"],
+        &["--chunk", "64K"],
         2,
-        &["--cache-size", "directly"],
+        &["--chunk", "disk.raw"],
     );
     refused("dir:disk.raw", &[], 1, &["is not a directory", "file:"]);
     refused("dir:full", &[], 1, &["no disk in", "--size"]);
@@ -277,6 +301,35 @@ fn a_file_that_an_image_is_read_through_is_not_written() {
     a.export("file:base.raw", "t", &[]).ok();
     a.run(&["unmount", "s"]).ok();
     a.run(&["unmount", "t"]).ok();
+}
+
+#[test]
+fn a_file_that_a_mount_writes_is_neither_indexed_nor_sent() {
+    let a = Alone::new();
+    let far = a.0.serve("far", &[]);
+    a.run(&["pair", &far.ticket, "--name", "far"]).ok();
+    let sectors = a.raw("web-flat.vmdk", 1 << 20).len() / 512;
+    let descriptor = format!(
+        "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"monolithicFlat\"\nRW {sectors} FLAT \"web-flat.vmdk\" 0\n"
+    );
+    fs::write(a.path("web.vmdk"), descriptor).unwrap();
+    fs::hard_link(a.path("web-flat.vmdk"), a.path("link.raw")).unwrap();
+    let files = ["web-flat.vmdk", "web.vmdk", "link.raw"].map(|name| a.path(name));
+    a.export("file:web-flat.vmdk", "s", &[]).ok();
+    let name = a.only()["name"].as_str().unwrap().to_owned();
+    let words = ["mounted for writing", &format!("drover unmount {name}")];
+    for file in files.iter().map(|file| text(file)) {
+        a.run(&["index", file]).fails(3, &words);
+        a.run(&["send", file, "far"]).fails(3, &words);
+    }
+    assert_eq!(a.run(&["images", "--json"]).ok().json().len(), 0);
+    // The record of a mount that died keeps nobody out, nor does one that only reads.
+    a.kill_daemon();
+    a.run(&["index", text(&files[2])]).ok();
+    a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();
+    a.run(&["index", text(&files[1])]).ok();
+    a.run(&["send", text(&files[1]), "far"]).ok();
+    a.run(&["unmount", "s"]).ok();
 }
 
 #[test]
