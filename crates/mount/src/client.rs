@@ -37,7 +37,7 @@ use crate::protocol::{Coding, Opened, Reply, Request};
 pub use connector::{ConnectError, Connecting, Connector};
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
 
-use inner::{CLOSE_WAIT, ClientState, Inner, Rate, ReplyTo, read};
+use inner::{CLOSE_WAIT, ClientState, Inner, Rate, ReplyTo};
 use presence::Pages;
 use scheduler::{Job, Scheduler};
 use verify::Workers;
@@ -276,13 +276,7 @@ impl Remote for Client {
             missing.extend(rest);
         }
         for run in missing {
-            inner.put(Job {
-                request: read(run, false),
-                body: Bytes::new(),
-                deadline,
-                again: false,
-                to: ReplyTo::Chunks,
-            });
+            inner.put(Job::read(run, false, deadline));
         }
         inner.issue();
     }

@@ -308,16 +308,8 @@ impl World {
 
     fn put(&mut self, run: Chunks, background: bool, again: bool) {
         let job = Job {
-            request: Request::Read {
-                id: 0,
-                first: run.first,
-                count: run.count,
-                background,
-            },
-            body: Bytes::new(),
-            deadline: Duration::MAX,
             again,
-            to: (),
+            ..Job::read(run, background, Duration::MAX)
         };
         assert!(self.scheduler.enqueue(job).is_ok(), "no room for a request");
     }

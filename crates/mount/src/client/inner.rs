@@ -184,13 +184,7 @@ impl Inner {
             let most = (MAX_READ / self.opened.chunk).max(1);
             let missing = self.claim(chunks, &local).missing;
             for run in missing.into_iter().flat_map(|run| split(run, most)) {
-                self.put(Job {
-                    request: read(run, true),
-                    body: Bytes::new(),
-                    deadline: self.now() + self.options.give_up,
-                    again: false,
-                    to: ReplyTo::Chunks,
-                });
+                self.put(Job::read(run, true, self.now() + self.options.give_up));
             }
             self.issue();
         }
@@ -296,15 +290,5 @@ impl ClientState {
             // A connection that has ended is noticed by its task, which reclaims its requests.
             let _ = way.send((request, body));
         }
-    }
-}
-
-/// A read of a run; its ID is assigned when it is sent.
-pub fn read(run: Chunks, background: bool) -> Request {
-    Request::Read {
-        id: 0,
-        first: run.first,
-        count: run.count,
-        background,
     }
 }

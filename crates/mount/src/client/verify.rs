@@ -11,7 +11,7 @@ use tracing::warn;
 
 use super::backlog::{ChunksTask, Taker};
 use super::completion::{CompletionQueue, Task};
-use super::inner::{Inner, ReplyTo, read};
+use super::inner::Inner;
 use super::scheduler::Job;
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, pieces};
@@ -186,13 +186,10 @@ impl Inner {
             return;
         }
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
+        // A concurrent read of it joins this request.
         self.put(Job {
-            // A concurrent read of it joins this request.
-            request: read(run, false),
-            body: Bytes::new(),
-            deadline: self.now() + self.options.give_up,
             again: true,
-            to: ReplyTo::Chunks,
+            ..Job::read(run, false, self.now() + self.options.give_up)
         });
         self.issue();
     }

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use bytes::Bytes;
 use drover_device::remote::Chunks;
 
 use super::job::Job;
@@ -72,16 +71,8 @@ impl<T> Scheduler<T> {
                 Request::Read { background, .. } => {
                     for run in runs.into_iter().rev() {
                         queue.push_front(Job {
-                            request: Request::Read {
-                                id: 0,
-                                first: run.first,
-                                count: run.count,
-                                background,
-                            },
-                            body: Bytes::new(),
-                            deadline: asked.job.deadline,
                             again: asked.job.again,
-                            to: T::default(),
+                            ..Job::read(run, background, asked.job.deadline)
                         });
                     }
                 }

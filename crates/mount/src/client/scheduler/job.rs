@@ -23,6 +23,24 @@ pub struct Job<T> {
     pub to: T,
 }
 
+impl<T: Default> Job<T> {
+    /// A read of a run.
+    pub fn read(run: Chunks, background: bool, deadline: Duration) -> Self {
+        Self {
+            request: Request::Read {
+                id: 0,
+                first: run.first,
+                count: run.count,
+                background,
+            },
+            body: Bytes::new(),
+            deadline,
+            again: false,
+            to: T::default(),
+        }
+    }
+}
+
 impl<T> Job<T> {
     /// Whether it is a background read.
     pub fn is_background(&self) -> bool {

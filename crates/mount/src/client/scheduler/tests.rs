@@ -1,18 +1,7 @@
 use super::*;
 
 fn background(first: u64, count: u32) -> Job<()> {
-    Job {
-        request: Request::Read {
-            id: 0,
-            first,
-            count,
-            background: true,
-        },
-        body: Bytes::new(),
-        deadline: Duration::from_secs(10),
-        again: false,
-        to: (),
-    }
+    Job::read(run(first, count), true, Duration::from_secs(10))
 }
 
 fn run(first: u64, count: u32) -> Chunks {
