@@ -8,13 +8,14 @@
 mod config;
 mod reserve;
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{Read, Seek, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use drover_net::Identity;
+use drover_storage::open_private;
 use drover_store::space::Places;
 
 use crate::error::{Context, Error, Result, bail};
@@ -244,14 +245,7 @@ impl Home {
 
     fn open_lock(&self) -> Result<File> {
         let path = self.lock_path();
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .with_context(|| format!("cannot open {}", path.display()))
+        open_private(&path).with_context(|| format!("cannot open {}", path.display()))
     }
 }
 

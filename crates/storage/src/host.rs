@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
@@ -12,6 +12,20 @@ use super::{Access, Directory, File, Lock, check_name};
 
 /// Zeros to write where the file system cannot zero a range.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// Opens a file for reading and writing; creates it, private to this user, if it does not exist.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn open_private(path: &Path) -> io::Result<std::fs::File> {
+    std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+}
 
 /// A directory of the host, held open: it can be renamed while in use.
 #[derive(Debug)]

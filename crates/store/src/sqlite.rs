@@ -8,7 +8,6 @@
 mod check;
 mod images;
 mod peers;
-mod private;
 mod repair;
 mod rows;
 mod schema;

@@ -19,11 +19,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use drover_net::Code;
+use drover_storage::open_private;
 use drover_store::CatalogError;
 use drover_teleport::TeleportError;
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock, statvfs};
@@ -68,20 +69,13 @@ impl Home {
         if has >= BYTES {
             return Ok(());
         }
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path);
-        let filled =
-            file.and_then(
-                |file| match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                    Err(Errno::WOULDBLOCK) => Ok(()),
-                    // Without lock support, keep it anyway.
-                    _ => fill(&file),
-                },
-            );
+        let filled = open_private(&path).and_then(|file| {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Err(Errno::WOULDBLOCK) => Ok(()),
+                // Without lock support, keep it anyway.
+                _ => fill(&file),
+            }
+        });
         match filled {
             Err(e) if is_full_kind(&e) => Ok(()),
             other => other,

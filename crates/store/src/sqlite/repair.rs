@@ -3,13 +3,13 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use drover_storage::sync_parent;
+use drover_storage::{open_private, sync_parent};
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{Found, examine};
 use super::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Row, RowError, Setting};
 use super::seal::Seal;
-use super::{private, schema, spare};
+use super::{schema, spare};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
 
@@ -23,7 +23,7 @@ impl Users {
     /// When the lock cannot be taken.
     pub fn join(path: &Path) -> Result<Users> {
         let users_path = path.with_extension("users");
-        let users = private::open_private(&users_path)?;
+        let users = open_private(&users_path).map_err(CatalogError::file("open", &users_path))?;
         let locked = CatalogError::file("lock", &users_path);
         users.lock_shared().map_err(locked)?;
         Ok(Users(users))
@@ -37,7 +37,7 @@ impl Users {
 pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     let spare_path = spare::path_of(path);
     let users_path = path.with_extension("users");
-    let users = private::open_private(&users_path)?;
+    let users = open_private(&users_path).map_err(CatalogError::file("open", &users_path))?;
     let locked = |e| CatalogError::file("lock", &users_path)(e);
     let alone = match users.try_lock() {
         Ok(()) => true,

@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::Duration;
 
+use drover_storage::open_private;
 use rusqlite::limits::Limit;
 use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 
@@ -75,7 +76,7 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
         error,
     };
     // Create it private first: SQLite gives its other files the same mode.
-    super::private::open_private(path)?;
+    open_private(path).map_err(CatalogError::file("open", path))?;
     let mut connection = Connection::open(path).map_err(sql)?;
     set_up(&connection).map_err(sql)?;
     // WAL lets readers continue during a write; FULL makes a commit durable before it returns.

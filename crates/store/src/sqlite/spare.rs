@@ -4,12 +4,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use drover_storage::sync_parent;
+use drover_storage::{open_private, sync_parent};
 use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
 use super::check::{Found, examine};
-use super::private::open_private;
 use super::seal::Seal;
 use crate::catalog_error::{CatalogError, Result};
 
@@ -21,7 +20,7 @@ pub struct SpareLock(
 /// Takes the lock of the catalog in `dir`, waiting if necessary.
 pub fn lock(dir: &Path) -> Result<SpareLock> {
     let path = dir.join("catalog.lock");
-    let file = open_private(&path)?;
+    let file = open_private(&path).map_err(CatalogError::file("open", &path))?;
     file.lock().map_err(CatalogError::file("lock", &path))?;
     Ok(SpareLock(file))
 }
@@ -55,7 +54,7 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
     let spare = path_of(path);
     let temporary = path.with_extension("bak.tmp");
     remove_with_log(&temporary)?;
-    open_private(&temporary)?;
+    open_private(&temporary).map_err(CatalogError::file("open", &temporary))?;
     let sql = |error| CatalogError::Sql {
         doing: "copying the catalog",
         path: spare.clone(),
