@@ -1,5 +1,5 @@
-//! What the kernel's two block devices in user space, [`kernel_nbd`](crate::kernel_nbd) and [`ublk`](crate::ublk),
-//! have in common: loading a module, waiting with a deadline, and telling whether a device is in use.
+//! What the kernel's two drivers for block devices in user space, [`kernel_nbd`](crate::kernel_nbd) and
+//! [`ublk`](crate::ublk), have in common: loading a module, waiting with a deadline, checking for users of a device.
 
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -18,15 +18,15 @@ use crate::retry::{may_pass, retry};
 
 /// How long a driver may take to configure, start or stop a device.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
-/// How long a device may take to write back what the kernel holds for it, before it is detached.
+/// How long writing back a device's page cache may take before it is detached.
 const FLUSH_DEADLINE: Duration = Duration::from_secs(600);
-/// Between two looks at something that is about to change; short, since readiness is a matter of milliseconds
+/// Polling interval for something that is about to change; short, since readiness is a matter of milliseconds
 /// (r3map §1.4.4.4 found polling to be faster than udev).
 const POLL: Duration = Duration::from_millis(1);
 /// For `modprobe`, which reads a few files.
 const MODPROBE_DEADLINE: Duration = Duration::from_secs(20);
 
-/// Looks until `done` says so; false when it has not by the deadline.
+/// Polls until `done` is true; false if it was not by the deadline.
 pub(crate) fn wait_until(deadline: Duration, mut done: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + deadline;
     loop {
@@ -40,8 +40,8 @@ pub(crate) fn wait_until(deadline: Duration, mut done: impl FnMut() -> bool) -> 
     }
 }
 
-/// Does `work`, which may sit in the kernel for long, on a thread of its own and waits for it until the deadline;
-/// `None` when it has not returned by then. The thread is then left behind: nobody can call it back.
+/// Runs `work`, which may block in the kernel for long, on a thread of its own and waits until the deadline; `None` if
+/// it has not returned by then. The thread is then abandoned, since it cannot be interrupted.
 pub(crate) fn within<T: Send + 'static>(
     deadline: Duration,
     name: &str,
@@ -49,13 +49,13 @@ pub(crate) fn within<T: Send + 'static>(
 ) -> io::Result<Option<T>> {
     let (sender, receiver) = mpsc::sync_channel(1);
     thread::Builder::new().name(name.into()).spawn(move || {
-        // Nobody listens after the deadline.
+        // After the deadline there is no receiver.
         let _ = sender.send(work());
     })?;
     Ok(receiver.recv_timeout(deadline).ok())
 }
 
-/// Makes `present` true by loading a module, when it is not and this process may.
+/// Loads a module if `present` is false and this process may; returns whether it is present then.
 pub(crate) fn load_module(name: &'static str, present: impl Fn() -> bool) -> bool {
     if present() {
         return true;
@@ -66,7 +66,7 @@ pub(crate) fn load_module(name: &'static str, present: impl Fn() -> bool) -> boo
             break;
         }
     }
-    // The nodes in /dev come a moment after the module.
+    // The nodes in /dev appear shortly after the module is loaded.
     wait_until(Duration::from_millis(200), present)
 }
 
@@ -80,7 +80,7 @@ fn modprobe(program: &str, name: &str) {
     match child {
         Ok(mut child) => {
             if !wait_until(MODPROBE_DEADLINE, || !matches!(child.try_wait(), Ok(None))) {
-                // Neither failure is worth more than the caller's own second look.
+                // The caller checks again anyway, so failures do not matter.
                 let _ = child.kill();
                 let _ = child.wait();
             }
@@ -89,8 +89,8 @@ fn modprobe(program: &str, name: &str) {
     }
 }
 
-/// Writes what the kernel holds back for a device, and sees to it that nobody has it for himself (mounted, in an
-/// array, swapped to). A process that has it for a moment, as mkfs does, gets two seconds.
+/// Flushes a device's page cache and checks that nothing has it open exclusively (a mount, an array, swap). A process
+/// that does so briefly, like mkfs, gets two seconds.
 ///
 /// # Errors
 /// [`Error::Busy`], [`Error::Flush`], [`Error::Deadline`].
@@ -122,7 +122,7 @@ fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
-/// Mount points, as [`Error::Busy`] names them.
+/// Mount points, formatted for [`Error::Busy`].
 fn listed(points: &[PathBuf]) -> String {
     if points.is_empty() {
         return String::new();
@@ -131,20 +131,20 @@ fn listed(points: &[PathBuf]) -> String {
     format!(" (mounted at {})", points.join(", "))
 }
 
-/// What becomes of a device that somebody uses when it is detached.
+/// Whether a device that is in use is detached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Detach {
-    /// What the kernel holds back is written first; a device that is mounted, or that cannot be written to, stays.
+    /// Flush first; a device that is mounted, or that cannot be flushed, stays attached.
     #[default]
     IfUnused,
-    /// At once. What is not written is lost, and who uses the device sees I/O errors.
+    /// Detach at once. Unwritten data is lost, and users of the device see I/O errors.
     Force,
 }
 
 /// Why a device was not attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The driver is not in the kernel and its module does not load.
+    /// The kernel has no such driver and its module cannot be loaded.
     #[error(
         "this kernel has no {driver} driver: load it (modprobe {module}), or use another kind of device"
     )]
@@ -154,27 +154,27 @@ pub enum Error {
         /// The module it comes in.
         module: &'static str,
     },
-    /// The driver is too old, or built without a part that is needed; the text says which and the way out.
+    /// The driver is too old, or lacks a needed feature; the text says which, and the way out.
     #[error("{0}")]
     Unsupported(&'static str),
     /// No device is free.
     #[error("no free /dev/nbdN: detach one, or load nbd with a larger nbds_max")]
     NoneFree,
-    /// The options do not fit together.
+    /// Invalid or contradictory options.
     #[error("cannot attach: {0}")]
     Options(String),
-    /// The server does not take the connections for it.
+    /// The server refused the device's connections.
     #[error(transparent)]
     Server(#[from] crate::nbd::NbdError),
     /// Not the path of a device of this driver.
     #[error("{path} is not {expected}")]
     WrongPath {
-        /// What was given.
+        /// The path given.
         path: PathBuf,
-        /// What it has to be.
+        /// What it must be.
         expected: &'static str,
     },
-    /// Somebody uses the device.
+    /// The device is in use.
     #[error("{path} is in use{users}: unmount it first")]
     Busy {
         /// The device.
@@ -182,18 +182,18 @@ pub enum Error {
         /// Where it is mounted, as far as can be seen: empty, or ` (mounted at ...)`.
         users: String,
     },
-    /// The number is another device's.
+    /// A device with that number is already attached.
     #[error("{path} is already attached: choose another, or none for the first free one")]
     Taken {
         /// The device.
         path: PathBuf,
     },
-    /// What the kernel holds back for the device could not be written.
+    /// The page cache of the device could not be written.
     #[error("cannot flush {path}: {error}; detach it by force to discard what was not written")]
     Flush {
         /// The device.
         path: PathBuf,
-        /// What the flush said.
+        /// Error of the flush.
         error: io::Error,
     },
     /// Nothing is attached there.
@@ -208,10 +208,10 @@ pub enum Error {
         /// The device.
         path: PathBuf,
     },
-    /// The kernel did not answer in time.
+    /// The kernel did not complete it in time.
     #[error("{path} did not {what} in time")]
     Deadline {
-        /// What it was to do.
+        /// What it did not complete.
         what: &'static str,
         /// The device.
         path: PathBuf,

@@ -1,12 +1,12 @@
-//! The kernel's NBD client: `/dev/nbdN` on sockets whose other ends an NBD server reads (r3map §1.4.4.3 to §1.4.4.6).
+//! The kernel's NBD client: `/dev/nbdN` on sockets connected to an NBD server (r3map §1.4.4.3 to §1.4.4.6).
 //!
-//! The handshake is over, or was never needed, when the sockets come here: the kernel speaks the transmission phase
-//! only. With a socket pair and the server of this crate ([`attach_local`]), they need no listener and no handshake.
+//! The kernel speaks only the transmission phase, so any handshake must be complete. With a socket pair and the server
+//! of this crate ([`attach_local`]), neither a listener nor a handshake is needed.
 //!
-//! Generic netlink configures the device in one message and does not need a thread that waits in the kernel; where
-//! the driver has no netlink family, ioctls do. Netlink's answer comes when the device is ready; after the ioctls its
-//! size in sysfs is polled for. A device that was attached by netlink outlives the process: what it asks then fails, or
-//! waits for [`reconnect`] as long as [`Options::dead_conn_timeout`] says, and [`detach_path`] removes it.
+//! Generic netlink configures the device in one message and needs no thread blocked in the kernel; ioctls are the
+//! fallback where the driver has no netlink family. Netlink replies when the device is ready; after ioctls, its size in
+//! sysfs is polled. A device attached by netlink outlives the process: its requests then fail, or wait for
+//! [`reconnect`] up to [`Options::dead_conn_timeout`], and [`detach_path`] removes it.
 
 mod ioctl;
 mod local;
@@ -55,11 +55,11 @@ const SOCKET_FD: u16 = 1;
 const DEVICE_ITEM: u16 = 1;
 const DEVICE_CONNECTED: u16 = 2;
 
-/// An attached device. Dropping it detaches by force; [`Attached::detach`] says how that went.
+/// An attached device. Dropping it detaches by force; [`Attached::detach`] reports errors.
 pub struct Attached {
     path: PathBuf,
     session: Option<ioctl::Session>,
-    /// The thread that set the device up, by which it is known as this one's.
+    /// The thread that set the device up, which identifies it as ours.
     owner: Option<u64>,
     attached: bool,
 }
@@ -71,7 +71,7 @@ impl Attached {
         &self.path
     }
 
-    /// Detaches; returns when the device is free again. A second time does nothing.
+    /// Detaches; returns when the device is free again. A second call does nothing.
     ///
     /// # Errors
     /// [`Error`]; the device then stays attached.
@@ -79,7 +79,7 @@ impl Attached {
         if !self.attached {
             return Ok(());
         }
-        // Somebody else may have been faster, and the number may be another's by now.
+        // Another process may have detached it, and its number may be reused by now.
         if self.owner == owner(index_of(&self.path)?) {
             let interface = match self.session {
                 Some(_) => Interface::Ioctl,
@@ -98,14 +98,14 @@ impl Attached {
         Ok(())
     }
 
-    /// Waits for somebody else's detaching to come to its end.
+    /// Waits until a detach by another process is complete.
     fn wait_free(&self, timeout: Duration) {
         let is_free = || index_of(&self.path).is_ok_and(|index| self.owner != owner(index));
         kernel::wait_until(timeout, is_free);
     }
 
-    /// Leaves the device attached: the sockets are the kernel's now. Of use where another process goes on serving
-    /// them. A device attached by ioctls ends with the process all the same.
+    /// Leaves the device attached: the kernel keeps the sockets. For when another process continues to serve them. A
+    /// device attached by ioctls still ends with the process.
     #[must_use]
     pub fn leave(mut self) -> PathBuf {
         self.attached = false;
@@ -121,8 +121,8 @@ impl Drop for Attached {
     }
 }
 
-/// Makes a device of sockets at whose other ends a server speaks NBD's transmission phase. Returns when the device is
-/// ready and its partitions are known; the server must be answering already.
+/// Attaches a device to sockets on which a server speaks NBD's transmission phase. Returns when the device is ready
+/// and its partitions are known; the server must already be running.
 ///
 /// # Errors
 /// [`Error`]; nothing stays attached then.
@@ -240,8 +240,8 @@ fn attach_by_ioctl(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached,
     Ok(attached)
 }
 
-/// Polls sysfs until the device has its size and somebody receives for it, and its node is there; then opens it, upon
-/// which the kernel looks for partitions.
+/// Polls sysfs until the device has its size, a receiver and its node; then opens it, which makes the kernel scan for
+/// partitions.
 fn wait_ready(attached: &mut Attached, size: u64) -> Result<(), Error> {
     let path = &attached.path.clone();
     let index = index_of(path)?;
@@ -263,8 +263,8 @@ fn wait_ready(attached: &mut Attached, size: u64) -> Result<(), Error> {
         .map_err(|error| Error::kernel("open", path, error))
 }
 
-/// Gives an attached device new sockets for its dead ones: a server that comes back after a crash, while requests
-/// wait as [`Options::dead_conn_timeout`] allows.
+/// Replaces the dead sockets of an attached device: for a server restarted after a crash, while requests wait up to
+/// [`Options::dead_conn_timeout`].
 ///
 /// # Errors
 /// [`Error`].
@@ -280,7 +280,7 @@ pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
             COMMAND_RECONFIGURE,
             |request| {
                 let mut request = request.u32(INDEX, index);
-                // The kernel refuses whoever does not know whose device it is.
+                // The kernel refuses a reconnect without the right identifier.
                 if let Some(name) = &identifier {
                     request = request.text(BACKEND_IDENTIFIER, name.trim_end_matches('\n'));
                 }
@@ -297,7 +297,7 @@ pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
     }
 }
 
-/// Whether this kernel has the driver; its module is loaded when it is not and this process may.
+/// Whether this kernel has the driver; loads its module if needed and permitted.
 #[must_use]
 pub fn is_available() -> bool {
     kernel::load_module("nbd", is_present)
@@ -332,12 +332,12 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
 pub struct AttachedDevice {
     /// The node, `/dev/nbdN`.
     pub path: PathBuf,
-    /// What [`Options::identifier`] was.
+    /// Its [`Options::identifier`].
     pub identifier: Option<String>,
 }
 
-/// The attached devices, in order: what a process that comes back after a crash has left behind, to be taken over by
-/// [`reconnect_local`] or removed by [`detach_path`].
+/// The attached devices, in order. A process restarted after a crash takes its own over with [`reconnect_local`], or
+/// removes them with [`detach_path`].
 #[must_use]
 pub fn list() -> Vec<AttachedDevice> {
     list_below(Path::new("/sys/block"))
@@ -370,8 +370,7 @@ fn list_below(block: &Path) -> Vec<AttachedDevice> {
     found.into_iter().map(|(_, found)| found).collect()
 }
 
-/// Detaches a device that this or another process attached, also one whose server is gone. Returns when the device is
-/// free.
+/// Detaches a device that any process attached, also one whose server is gone. Returns when the device is free.
 ///
 /// # Errors
 /// [`Error`].
@@ -443,7 +442,7 @@ fn is_absent(error: &io::Error) -> bool {
     error.raw_os_error().map(Errno::from_raw_os_error) == Some(Errno::NOENT)
 }
 
-/// Whether the driver is there: its parameters are, as a module and built in.
+/// Whether the driver is present: its parameters exist for a module and a built-in driver alike.
 fn is_present() -> bool {
     Path::new("/sys/module/nbd").exists()
 }
@@ -476,7 +475,7 @@ fn read_number(index: u32, name: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// The first device below `block` that has no size and for which nobody receives.
+/// The first device below `block` without size and receiver.
 fn first_free(block: &Path) -> Option<PathBuf> {
     let mut free: Vec<u32> = fs::read_dir(block)
         .ok()?

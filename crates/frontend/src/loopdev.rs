@@ -1,14 +1,14 @@
-//! A loop device on a file, as a rule one that [`fuse`](crate::fuse) serves: the disk as `/dev/loopN`.
+//! A loop device on a file, usually one that [`fuse`](crate::fuse) serves: the disk as `/dev/loopN`.
 //!
-//! It is attached with direct I/O, so that bytes are kept once, by the loop device's own page cache, and with
-//! `AUTOCLEAR`: the kernel detaches it when nobody has it open any more. [`LoopDevice`] holds it open.
+//! It is attached with direct I/O, so that data is cached once, in the loop device's own page cache, and with
+//! `AUTOCLEAR`: the kernel detaches it when it is no longer open. [`LoopDevice`] holds it open.
 //!
-//! **After a crash** of this process the device goes with its last user, at once if there is none. That must also work
-//! when this process serves the backing file itself, and it would not if its files were closed in one go: closing the
-//! loop device writes dirty pages back, to a file whose server is dead but whose connection to the kernel is still
-//! open, as it is next in the row: the dying process would wait for itself for ever. Therefore a thread with a table of
-//! open files of its own (`CLOSE_RANGE_UNSHARE`) holds the loop device: the kernel closes the two tables
-//! independently, the connection ends, and the write-back gets its error.
+//! **After a crash** of this process the device is detached with its last user, at once if there is none. That must
+//! also work when this process serves the backing file itself, and would not with one table of open files: closing the
+//! loop device writes dirty pages back, to a file whose server is dead but whose connection to the kernel has not been
+//! closed yet, so the dying process would wait for itself forever. Therefore a thread with its own table of open files
+//! (`CLOSE_RANGE_UNSHARE`) holds the loop device: the kernel closes the two tables independently, the connection ends,
+//! and the write-back fails.
 
 pub(crate) mod backing;
 mod error;
@@ -30,10 +30,10 @@ pub use options::{DEADLINE, Options};
 pub(crate) use users::users_of;
 use users::{busy, claim};
 
-/// How long a device may take to go after its last user: a program that probes new devices may have it open.
+/// How long detaching may take after the last user: a program that probes new devices may have it open.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// A loop device that is attached to a file. Dropped, it is let go: the kernel detaches it when its last user is gone.
+/// A loop device attached to a file. Once dropped, the kernel detaches it when its last user is gone.
 pub struct LoopDevice {
     path: PathBuf,
     file: PathBuf,
@@ -56,7 +56,7 @@ impl LoopDevice {
         })?;
         let (holder, attached) = Holder::start(&file, options)?;
         if options.read_ahead > 0 {
-            // Slower without, but no reason to fail. The kernel forgets it when the device is detached.
+            // Failure only costs speed. The kernel resets it when the device is detached.
             let knob = format!("/sys/block/loop{}/queue/read_ahead_kb", attached.number);
             if let Err(error) = std::fs::write(&knob, (options.read_ahead / 1024).to_string()) {
                 tracing::debug!(knob, %error, "the kernel reads ahead as far as it wants");
@@ -82,23 +82,23 @@ impl LoopDevice {
         &self.file
     }
 
-    /// Whether it goes past the page cache of the file.
+    /// Whether it bypasses the page cache of the file.
     #[must_use]
     pub fn has_direct_io(&self) -> bool {
         self.direct_io
     }
 
-    /// Writes back what was written to it and detaches it, if nobody uses it. A process that has it open gets two
-    /// seconds to close it: udev may probe it, and a child of any program has its parent's files until it runs its own.
-    /// What is mounted from it or made of it is refused at once.
+    /// Flushes and detaches it if it is unused. A process that has it open gets two seconds to close it: udev may probe
+    /// it, and a forked child has its parent's files until it execs. It fails at once if it is mounted, or has a device
+    /// on it.
     ///
     /// # Errors
-    /// [`LoopError::Busy`] or [`LoopError::Unflushed`], and it stays; [`LoopError::Hung`] after [`DEADLINE`].
+    /// [`LoopError::Busy`] or [`LoopError::Unflushed`], and it stays attached; [`LoopError::Hung`] after [`DEADLINE`].
     pub fn detach(&mut self) -> Result<(), LoopError> {
         self.detach_within(RETRY_LIMIT)
     }
 
-    /// The same, but nobody gets time to close it.
+    /// The same without waiting for processes to close it.
     ///
     /// # Errors
     /// As for [`LoopDevice::detach`].
@@ -136,9 +136,8 @@ impl fmt::Debug for LoopDevice {
     }
 }
 
-/// Detaches a loop device that another process attached, as one that is dead by now: bytes that cannot be
-/// written back, because the file's server is gone, are given up. Who only has it open gets two seconds, as with
-/// [`LoopDevice::detach`].
+/// Detaches a loop device of another process, usually a dead one: data that cannot be written back because the file's
+/// server is gone is discarded. A process that has it open gets two seconds, as with [`LoopDevice::detach`].
 ///
 /// # Errors
 /// [`LoopError::Busy`]; [`LoopError::Hung`] after [`DEADLINE`].

@@ -1,13 +1,13 @@
 //! A ublk server: a device as `/dev/ublkbN`, through the kernel's driver for block devices in user space.
 //!
-//! Participants: the *driver* queues requests, one to a tag; a *queue thread* for each of its queues waits on an
-//! `io_uring` for them; a pool does those that have to wait, so that one slow request holds nobody up; the *channel*,
-//! `/dev/ublkcN`, is read and written to copy a request's data. Memory is one buffer a thread, not one a tag.
+//! Participants: the *driver* queues requests, one per tag; a *queue thread* per queue waits for them on an `io_uring`;
+//! a pool executes those that may block, so that a slow request delays no others; the *channel*, `/dev/ublkcN`, is read
+//! and written to copy a request's data. Memory is one buffer per thread, not per tag.
 //!
-//! A device lives as long as its process: when that ends, however it ends, requests fail and `/dev/ublkbN` goes. What
-//! is left of it then, and a device of another process, [`detach_path`] removes.
+//! A device lives as long as its process: when that ends, for any reason, requests fail and `/dev/ublkbN` disappears.
+//! [`detach_path`] removes what remains of it, and devices of other processes.
 //!
-//! Needs Linux 6.5. Recovery, zoned devices, zero copy and unprivileged devices of the driver are not used.
+//! Needs Linux 6.5. The driver's recovery, zoned devices, zero copy and unprivileged devices are not used.
 
 mod abi;
 mod control;
@@ -43,7 +43,7 @@ const NO_RINGS: Error = Error::Unsupported(
     "ublk needs io_uring, which is disabled (sysctl kernel.io_uring_disabled): use the kernel's NBD client",
 );
 
-/// A device that this process serves. Dropping it detaches by force; [`Attached::detach`] says how that went.
+/// A device that this process serves. Dropping it detaches by force; [`Attached::detach`] reports errors.
 pub struct Attached {
     path: PathBuf,
     index: u32,
@@ -65,7 +65,7 @@ impl Attached {
         self.queues.iter().all(JoinHandle::is_finished)
     }
 
-    /// Detaches; returns when the device is gone. A second time does nothing.
+    /// Detaches; returns when the device is gone. A second call does nothing.
     ///
     /// # Errors
     /// [`Error`]; the device then stays attached.
@@ -77,7 +77,7 @@ impl Attached {
             kernel::settle(&self.path)?;
         }
         match self.remove() {
-            // Whoever stopped the device has removed it too.
+            // The process that stopped the device has also removed it.
             Ok(()) | Err(Error::NotAttached { .. }) => {}
             Err(error) => return Err(error),
         }
@@ -92,7 +92,7 @@ impl Attached {
 
     fn remove(&self) -> Result<(), Error> {
         if info(self.index, &self.path)?.token != self.token {
-            return Ok(()); // the number is another's by now
+            return Ok(()); // the number may be reused by now
         }
         stop(self.index, &self.path)?;
         if !kernel::wait_until(DEADLINE, || self.is_gone()) {
@@ -110,7 +110,7 @@ impl Drop for Attached {
     }
 }
 
-/// Makes a block device of `device`. Returns when the kernel has looked for partitions on it and it can be used.
+/// Attaches `device` as a block device. Returns when the kernel has scanned it for partitions and it can be used.
 ///
 /// # Errors
 /// [`Error`]; nothing stays attached then.
@@ -154,7 +154,7 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
             io::Error::other("the driver's reply is too short"),
         )
     })?;
-    // From here on, dropping it removes the device.
+    // From here on, a drop removes the device.
     let mut attached = Attached {
         path: format!("/dev/ublkb{}", got.device).into(),
         index: got.device,
@@ -166,7 +166,7 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
     Ok(attached)
 }
 
-/// Takes the queues into service and starts the device.
+/// Starts the queue threads and the device.
 fn serve(
     attached: &mut Attached,
     device: Arc<dyn BlockDevice>,
@@ -209,7 +209,7 @@ fn serve(
             .map_err(|error| Error::kernel("start a thread for", &path, error))?;
         attached.queues.push(thread);
     }
-    // The threads alone keep the channel open: when they end, whoever stopped the device can delete it.
+    // Only the threads keep the channel open: when they end, the process that stopped the device can delete it.
     drop((target, pool));
     for _ in 0..got.queues {
         match receiver.recv_timeout(DEADLINE) {
@@ -235,7 +235,7 @@ fn serve(
     }
 }
 
-/// Detaches a device that this or another process serves, and removes what is left of one whose process is gone.
+/// Detaches a device of any process, or removes what remains of one whose process is gone.
 /// Returns when the device is gone.
 ///
 /// # Errors
@@ -246,7 +246,7 @@ pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
         return Err(MISSING);
     }
     info(index, path)?;
-    // Without a node there is nobody left to use it.
+    // Without a node it has no users.
     if how == Detach::IfUnused && path.exists() {
         kernel::settle(path)?;
     }
@@ -254,10 +254,10 @@ pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
     delete(index, path)
 }
 
-/// Whether this kernel has the driver, new enough; its module is loaded when it is not and this process may.
+/// Whether this kernel has a recent enough driver; loads its module if needed and permitted.
 ///
 /// # Errors
-/// [`Error`], what is missing.
+/// [`Error`]: what is missing.
 pub fn check_available() -> Result<(), Error> {
     if !kernel::load_module("ublk_drv", is_present) {
         return Err(MISSING);
@@ -265,8 +265,8 @@ pub fn check_available() -> Result<(), Error> {
     check_features()
 }
 
-/// The devices that were attached with this [`Options::identifier`], and what is left of them, in order: what a process
-/// that comes back after a crash has left behind, to be removed by [`detach_path`].
+/// The devices attached with this [`Options::identifier`], including remains of dead ones, in order. A process
+/// restarted after a crash removes its own with [`detach_path`].
 ///
 /// # Errors
 /// [`Error`].
@@ -283,7 +283,7 @@ pub fn find(identifier: &str) -> Result<Vec<PathBuf>, Error> {
     Ok(found)
 }
 
-/// Numbers of the channels in `directory`: one for each device, also where its node is gone.
+/// Numbers of the channels in `directory`: one per device, even if its node is gone.
 fn channels(directory: &Path) -> Vec<u32> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let mut numbers: Vec<u32> = entries
@@ -296,7 +296,7 @@ fn channels(directory: &Path) -> Vec<u32> {
     numbers
 }
 
-/// Whether a device, or what is left of one, is attached.
+/// Whether a device, or what remains of one, is attached.
 ///
 /// # Errors
 /// [`Error`].
@@ -319,7 +319,7 @@ fn stop(index: u32, path: &Path) -> Result<(), Error> {
     control("stop", path, command::STOP_DEV, index, 0, Vec::new()).map(|_| ())
 }
 
-/// Waits until the last thread of the server has let go.
+/// Waits until the last thread of the server has ended.
 fn delete(index: u32, path: &Path) -> Result<(), Error> {
     control("delete", path, command::DEL_DEV, index, 0, Vec::new()).map(|_| ())
 }
@@ -381,7 +381,7 @@ fn is_present() -> bool {
     Path::new(control::PATH).exists()
 }
 
-/// By which devices of an identifier are known, in this process and the next: FNV-1a.
+/// Identifies the devices of an identifier across processes: FNV-1a.
 fn token(identifier: &str) -> u64 {
     identifier
         .bytes()
@@ -390,7 +390,7 @@ fn token(identifier: &str) -> u64 {
         })
 }
 
-/// By which a device without an identifier is known as this one's: a number that no two devices share.
+/// Identifies a device without an identifier as ours: a number unique to it.
 fn random_token() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one("ublk")

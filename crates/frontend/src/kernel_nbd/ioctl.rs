@@ -1,5 +1,5 @@
-//! The older way to the kernel's NBD client: ioctls on the device's node, the last of which does not return until the
-//! device is detached (r3map §1.4.4.3 and §1.4.4.4). For kernels whose driver has no netlink family.
+//! The older interface of the kernel's NBD client: ioctls on the device's node, the last of which does not return until
+//! the device is detached (r3map §1.4.4.3 and §1.4.4.4). For kernels whose driver has no netlink family.
 #![allow(unsafe_code)] // ioctls
 
 use std::fs::File;
@@ -38,14 +38,14 @@ fn call<const OPCODE: u32>(device: impl AsFd) -> Result<()> {
     unsafe { ioctl(device, NoArg::<OPCODE>::new()) }
 }
 
-/// The thread that sits in `DO_IT`.
+/// The thread blocked in `DO_IT`.
 pub(super) struct Session {
     thread: Option<JoinHandle<()>>,
 }
 
 impl Session {
-    /// Configures `path` and starts it. Returns when all but the last ioctl are done; whether the device is ready has
-    /// to be looked for.
+    /// Configures `path` and starts it. Returns when all but the last ioctl are done; the caller must poll until the
+    /// device is ready.
     pub(super) fn start(
         path: PathBuf,
         sockets: Vec<OwnedFd>,
@@ -54,7 +54,7 @@ impl Session {
         let wanted = options.clone();
         let (sender, receiver) = mpsc::sync_channel(1);
         let at = path.clone();
-        // One thread does it all: the driver lets only the task that set the first socket go on.
+        // All on one thread: the driver accepts later calls only from the task that set the first socket.
         let thread = thread::Builder::new()
             .name("nbd-client".into())
             .spawn(move || {
@@ -88,7 +88,7 @@ impl Session {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Joins the thread when it has ended, and leaves it otherwise.
+    /// Joins the thread if it has ended.
     pub(super) fn finish(&mut self) {
         if self.has_ended()
             && let Some(thread) = self.thread.take()
@@ -109,7 +109,7 @@ fn configure(
         .write(true)
         .open(path)
         .map_err(|error| Error::kernel("open", path, error))?;
-    // The sockets first: the driver refuses the second task that sets one, so nobody else's device is touched.
+    // The sockets first: the driver refuses a second task that sets one, so another's device is never touched.
     for (count, socket) in sockets.iter().enumerate() {
         let number = u64::from(socket.as_raw_fd().unsigned_abs());
         if let Err(error) = set::<SET_SOCK>(&device, number) {
@@ -154,6 +154,6 @@ pub(super) fn disconnect(path: &Path) -> std::result::Result<(), Error> {
         Errno::INVAL => Error::NotAttached { path: path.into() },
         other => Error::kernel("disconnect", path, other.into()),
     })?;
-    // Where the thread in DO_IT is gone for good, nobody else does it.
+    // Needed where the thread in DO_IT no longer exists.
     call::<CLEAR_SOCK>(&device).map_err(|error| Error::kernel("clear", path, error.into()))
 }

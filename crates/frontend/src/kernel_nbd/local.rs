@@ -1,5 +1,4 @@
-//! The kernel's client and this crate's server in one process, on socket pairs: what r3map §1.4.4.6 calls a mount by
-//! path.
+//! The kernel's client and this crate's server in one process, on socket pairs: the path mount of r3map §1.4.4.6.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -9,14 +8,13 @@ use std::time::Duration;
 use super::{Attached, Detach, Error, Options, attach, index_of, owner, reconnect};
 use crate::nbd::{Connection, Negotiated, Server};
 
-/// How long a connection may take to end when its device is gone: nothing is under way on it any more.
+/// How long a connection may take to end when its device is gone, with nothing in flight.
 const END: Duration = Duration::from_secs(10);
 
-/// How long the kernel may take to free a device after its connections.
+/// How long the kernel may take to free a device after its connections have ended.
 const SOON: Duration = Duration::from_secs(2);
 
-/// An attached device and the connections on which a server of this process answers for it. Dropping it detaches by
-/// force.
+/// An attached device and the connections on which this process serves it. Dropping it detaches by force.
 pub struct Local {
     attached: Attached,
     connections: Vec<Connection>,
@@ -29,7 +27,7 @@ impl Local {
         self.attached.path()
     }
 
-    /// Whether the kernel has let all connections go: somebody else has detached the device.
+    /// Whether the kernel has closed all connections: another process has detached the device.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         !self.connections.iter().any(Connection::is_open)
@@ -41,7 +39,7 @@ impl Local {
     /// [`Error`]; the device then stays attached.
     pub fn detach(&mut self, how: Detach) -> Result<(), Error> {
         if self.is_gone() {
-            // Whoever detached it is about to free it; until then it would seem to be one that cannot be flushed.
+            // The process that detached it is about to free it; until then a flush would fail.
             self.attached.wait_free(SOON);
         }
         self.attached.detach(how)?;
@@ -54,11 +52,11 @@ impl Local {
     }
 }
 
-/// Attaches an export of `server` over `connections` socket pairs. `change` adds what the server cannot say: the
+/// Attaches an export of `server` over `connections` socket pairs. `change` sets what the server does not know: the
 /// device's number, timeouts, a name.
 ///
-/// Several connections let the kernel send and receive on several processors at once; the server already has many
-/// requests under way on one.
+/// Multiple connections let the kernel send and receive on several CPUs at once; one is enough for many requests in
+/// flight.
 ///
 /// # Errors
 /// [`Error`]; nothing stays attached then.
@@ -81,7 +79,7 @@ pub fn attach_local(
 }
 
 /// Takes over a device whose server is gone, while its requests wait ([`Options::dead_conn_timeout`]): after a restart
-/// of the process that served it. The export must be what it was.
+/// of the process that served it. The export must be unchanged.
 ///
 /// # Errors
 /// [`Error`].
@@ -114,7 +112,7 @@ fn connect(
     for _ in 0..count {
         let (kernel, own) = UnixStream::pair()
             .map_err(|error| Error::kernel("make sockets for", Path::new("/dev/nbd"), error))?;
-        // The kernel knows neither structured replies nor block status.
+        // The kernel supports neither structured replies nor block status.
         let connection = server.serve_transmission(own, export, Negotiated::default())?;
         sockets.push(kernel.into());
         connections.push(connection);

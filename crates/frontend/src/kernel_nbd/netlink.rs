@@ -1,6 +1,6 @@
-//! As much of generic netlink as the kernel's NBD client asks for: messages, attributes and a socket with a deadline.
+//! The subset of generic netlink that the kernel's NBD client needs: messages, attributes, a socket with a deadline.
 //!
-//! Everything is in the machine's own byte order, and every header and attribute begins at a multiple of four.
+//! Everything is in native byte order, and headers and attributes are aligned to four bytes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,9 +24,9 @@ const CONTROLLER_GET_FAMILY: u8 = 3;
 const CONTROLLER_FAMILY_ID: u16 = 1;
 const CONTROLLER_FAMILY_NAME: u16 = 2;
 
-/// The longest answer taken: a family's description is under 1 KiB, a device's state under 100 bytes.
+/// Maximum length of a reply: a family's description is under 1 KiB, a device's state under 100 bytes.
 const MAX_ANSWER: usize = 16 << 10;
-/// Datagrams read for one request before the far side is taken to talk nonsense.
+/// Datagrams read for one request before the replies are considered invalid.
 const MAX_DATAGRAMS: usize = 64;
 
 /// A request being written.
@@ -54,7 +54,7 @@ impl Request {
         self
     }
 
-    /// A text, with the zero byte that ends it.
+    /// A NUL-terminated string.
     pub(super) fn text(mut self, kind: u16, value: &str) -> Self {
         let mut bytes = value.as_bytes().to_vec();
         bytes.push(0);
@@ -62,7 +62,7 @@ impl Request {
         self
     }
 
-    /// An attribute made of attributes, which `fill` writes.
+    /// A nested attribute; `fill` writes its contents.
     pub(super) fn nested(mut self, kind: u16, fill: impl FnOnce(Self) -> Self) -> Self {
         let start = self.0.len();
         self.attribute(kind | NESTED, &[]);
@@ -93,12 +93,12 @@ impl Request {
     }
 }
 
-/// The attributes of an answer or of a nested attribute.
+/// The attributes of a reply or of a nested attribute.
 #[derive(Clone, Copy)]
 pub(super) struct Attributes<'a>(&'a [u8]);
 
 impl<'a> Attributes<'a> {
-    /// The value of the first attribute of a kind; `None` also where the rest is not well formed.
+    /// The value of the first attribute of a kind; `None` also if the attributes before it are malformed.
     pub(super) fn find(self, kind: u16) -> Option<&'a [u8]> {
         let mut rest = self.0;
         while rest.len() >= ATTRIBUTE_HEADER {
@@ -129,18 +129,18 @@ impl<'a> Attributes<'a> {
     }
 }
 
-/// What one message of a datagram is.
+/// The meaning of one message of a datagram.
 pub(super) enum Answer<'a> {
-    /// What was asked for.
+    /// The requested data.
     Data(Attributes<'a>),
-    /// The request is done, with an error number or without.
+    /// The request is complete, with or without an error number.
     End(Result<(), Errno>),
-    /// Nothing of interest, or for another request.
+    /// Irrelevant, or for another request.
     Other,
 }
 
-/// Takes the first message off a datagram: its meaning for request `sequence`, and the rest. `None` at the end, and
-/// where a length does not fit.
+/// Splits the first message off a datagram: its meaning for request `sequence`, and the rest. `None` at the end, or if
+/// a length is invalid.
 pub(super) fn take_message(datagram: &[u8], sequence: u32) -> Option<(Answer<'_>, &[u8])> {
     let length = usize::try_from(u32_at(datagram, 0)?).ok()?;
     let kind = u16_at(datagram, 4)?;
@@ -173,7 +173,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.try_into().ok()?))
 }
 
-/// A generic netlink socket and the number of one family.
+/// A generic netlink socket and the id of one family.
 pub(super) struct Connection {
     socket: OwnedFd,
     family: u16,
@@ -184,7 +184,7 @@ impl Connection {
     /// Opens a socket and looks the family up.
     ///
     /// # Errors
-    /// `ENOENT` where the kernel has no such family, others of the socket.
+    /// `ENOENT` if the kernel has no such family; socket errors.
     pub(super) fn open(family: &str, timeout: Duration) -> io::Result<Self> {
         let socket = net::socket_with(
             AddressFamily::NETLINK,
@@ -208,7 +208,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends one command and reads until the kernel says that it is done; what `read` found in its answer.
+    /// Sends one command and reads until the kernel has completed it; returns what `read` found in the reply.
     ///
     /// # Errors
     /// The kernel's, or `ETIMEDOUT`.

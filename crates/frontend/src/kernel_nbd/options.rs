@@ -7,42 +7,42 @@ use crate::kernel::Error;
 use crate::nbd::Facts;
 use crate::nbd::wire::transmission;
 
-/// Sockets that one device may have.
+/// Maximum sockets of a device.
 pub const MAX_CONNECTIONS: usize = 16;
-/// Bytes of [`Options::identifier`] that the kernel is given.
+/// Maximum length of [`Options::identifier`] (bytes).
 pub const MAX_IDENTIFIER: usize = 200;
 
-/// [`Options::timeout`] when nobody says otherwise: longer than a device may think about a request.
+/// Default of [`Options::timeout`]: longer than a device may take for a request.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
 
-/// What the kernel is told about the device.
+/// The kernel's parameters of the device.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The node, `/dev/nbdN`; `None` for the first free one.
     pub device: Option<PathBuf>,
-    /// Bytes in all, a multiple of the block size.
+    /// Size in bytes, a multiple of the block size.
     pub size: u64,
-    /// The logical block: a power of two from 512 to 4096.
+    /// Logical block size: a power of two from 512 to 4096.
     pub block_size: u32,
-    /// Takes no writes, whatever `flags` say.
+    /// Read-only, regardless of `flags`.
     pub read_only: bool,
-    /// Transmission flags as the server gives them. Several sockets need [`transmission::CAN_MULTI_CONN`].
+    /// The server's transmission flags. Multiple sockets need [`transmission::CAN_MULTI_CONN`].
     pub flags: u16,
-    /// After which a request that has no answer costs its connection (whole seconds, at least one). Without it,
-    /// requests that were under way when the server died hang until the device is detached, for the kernel looks after
-    /// them only then; with it, a server must answer every request within it, an error too.
+    /// Time after which an unanswered request closes its connection (whole seconds, at least one). Without it, requests
+    /// in flight when the server dies hang until the device is detached, because the kernel only then handles them;
+    /// with it, a server must reply to every request in time, if only with an error.
     pub timeout: Option<Duration>,
     /// How long requests wait for [`reconnect`](super::reconnect) when all sockets are dead, before they fail (netlink
     /// only). `None`: new ones fail at once.
     pub dead_conn_timeout: Option<Duration>,
-    /// A name that `/sys/block/nbdN/backend` shows, to tell whose device it is (netlink only).
+    /// A name shown by `/sys/block/nbdN/backend`, to identify the owner (netlink only).
     pub identifier: Option<String>,
-    /// The way to the kernel.
+    /// The kernel interface.
     pub interface: Interface,
 }
 
 impl Options {
-    /// A writable device of `size` bytes with blocks of 512, a server that can flush, and two minutes for each request.
+    /// A writable device of `size` bytes with blocks of 512, a server that can flush, and a timeout of two minutes.
     #[must_use]
     pub fn new(size: u64) -> Self {
         Self {
@@ -58,7 +58,7 @@ impl Options {
         }
     }
 
-    /// What the server says of an export.
+    /// From the server's properties of an export.
     #[must_use]
     pub fn of(facts: &Facts) -> Self {
         Self {
@@ -114,19 +114,19 @@ impl Options {
     }
 }
 
-/// The way to the kernel's NBD client.
+/// The interface to the kernel's NBD client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Interface {
-    /// Netlink where the driver has it, ioctls else.
+    /// Netlink if the driver has it, else ioctls.
     #[default]
     Any,
     /// Generic netlink.
     Netlink,
-    /// Ioctls on the node, with a thread that waits in one.
+    /// Ioctls on the node, with a thread blocked in one.
     Ioctl,
 }
 
-/// Whole seconds, at least one: the kernel takes zero for none.
+/// Whole seconds, at least one: zero means no timeout to the kernel.
 pub(super) fn seconds(duration: Duration) -> u64 {
     let up = u64::from(duration.subsec_nanos() > 0);
     duration.as_secs().saturating_add(up).max(1)

@@ -5,9 +5,9 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// Loop devices whose backing file is `file`, also those that other processes attached.
+/// Loop devices of any process whose backing file is `file`.
 ///
-/// The kernel names the file by its path at that time: to be asked before a mount that the file is on is taken away.
+/// The kernel reports the file's current path, so call this before unmounting the file system that contains it.
 ///
 /// # Errors
 /// When `/sys/block` cannot be read.
@@ -39,7 +39,7 @@ pub(super) fn node(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/loop{number}"))
 }
 
-/// The file behind `/sys/block/NAME`, if that is an attached loop device.
+/// The backing file of `/sys/block/NAME`, if that is an attached loop device.
 pub(super) fn backing_of(name: &Path) -> Option<PathBuf> {
     let file = Path::new("/sys/block").join(name).join("loop/backing_file");
     let mut text = std::fs::read(file).ok()?;

@@ -10,10 +10,10 @@ use crate::retry::may_pass;
 /// Why a loop device could not be attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
-    /// Not a block size that a disk has.
+    /// Invalid block size.
     #[error("block size {0}: a loop device has 512 or 4096")]
     BlockSize(u32),
-    /// The kernel has no loop devices, or does not let us.
+    /// The kernel has no loop devices, or this process may not use them.
     #[error("no loop device is available: {0} (as root: modprobe loop)")]
     Missing(io::Error),
     /// The file cannot be attached.
@@ -24,7 +24,7 @@ pub enum LoopError {
         /// Why.
         source: io::Error,
     },
-    /// Others were quicker each time.
+    /// Other processes took each free device first.
     #[error("cannot attach {}: other programs keep taking the free loop devices", file.display())]
     Contended {
         /// The file.
@@ -35,10 +35,10 @@ pub enum LoopError {
     Busy {
         /// The device.
         device: PathBuf,
-        /// By whom, as far as can be seen.
+        /// Its users, as far as visible.
         users: Vec<User>,
     },
-    /// What was written to it does not get to the file; it stays attached.
+    /// It cannot be flushed to the file; it stays attached.
     #[error("what was written to {} cannot be written back: {source}", device.display())]
     Unflushed {
         /// The device.
@@ -54,7 +54,7 @@ pub enum LoopError {
         /// Why.
         source: io::Error,
     },
-    /// The backing file does not answer; a thread waits on.
+    /// The backing file does not respond; a thread keeps waiting.
     #[error("{} did not answer for {waited:?}: its backing file hangs", device.display())]
     Hung {
         /// The device or the file.
@@ -65,7 +65,7 @@ pub enum LoopError {
 }
 
 impl LoopError {
-    /// Whether it may be another moment later: nothing but processes is in the way.
+    /// Whether a retry may succeed: only processes use it.
     pub(super) fn may_pass(&self) -> bool {
         matches!(self, Self::Busy { users, .. } if may_pass(users))
     }

@@ -1,6 +1,6 @@
-//! The thread that holds a loop device open, in a table of open files of its own (why: see the module above).
+//! The thread that holds a loop device open, in its own table of open files (see the parent module for why).
 //!
-//! It must log nothing: a log's file has, in its table, another number or, worse, the number of something else.
+//! It must not log: in its table, the log file's descriptor does not exist, or is another file's.
 
 use std::fs::File;
 use std::io;
@@ -15,25 +15,25 @@ use super::sys;
 use super::users::{claim, users_of};
 use crate::retry::retry_for;
 
-/// Loop devices that are tried while others take what was free.
+/// Maximum attempts, as other processes may take a free device first.
 const TRIES: u32 = 64;
-/// Between two tries.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The handle of the thread. Dropped, it lets the device go, without waiting.
+/// Handle of the thread. When dropped, it releases the device without waiting.
 pub(super) struct Holder {
     orders: Sender<Order>,
     /// Disconnected when the thread has closed the device.
     ended: Receiver<()>,
 }
 
-/// What came of attaching.
+/// The result of attaching.
 pub(super) struct Attached {
     pub(super) number: u32,
     pub(super) direct_io: bool,
 }
 
-/// To detach, with so much timeout for who has it open: the answer goes there.
+/// A request to detach: the timeout for processes that have it open, and the channel for the reply.
 struct Order(Duration, Sender<Result<(), LoopError>>);
 
 impl Holder {
@@ -65,7 +65,7 @@ impl Holder {
         Ok((Self { orders, ended }, attached))
     }
 
-    /// Writes back and detaches, or says why not and keeps the device.
+    /// Flushes and detaches, or keeps the device and returns the reason.
     pub(super) fn detach(&self, device: &Path, timeout: Duration) -> Result<(), LoopError> {
         let (answer, answered) = mpsc::channel();
         if self.orders.send(Order(timeout, answer)).is_err() {
@@ -76,7 +76,7 @@ impl Holder {
             .unwrap_or_else(|_| Err(hung(device)))
     }
 
-    /// Closes the device, which detaches it if nobody else has it open. Whether that was done within `deadline`.
+    /// Closes the device, which detaches it if it is not open elsewhere. Whether that was done within `deadline`.
     pub(super) fn let_go(self, deadline: Duration) -> bool {
         let Self { orders, ended } = self;
         drop(orders);
@@ -115,7 +115,7 @@ fn attach(file: &Path, options: Options) -> Result<(File, Attached), LoopError> 
             .open(node(number));
         let device = match opened {
             Ok(device) => device,
-            // Its node is still being made, or another took it.
+            // Its node does not exist yet, or another process took it.
             Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::NotFound => {
                 std::thread::sleep(PAUSE);
                 continue;
@@ -145,7 +145,7 @@ fn hold(device: File, path: &Path, orders: &Receiver<Order>) {
     while let Ok(Order(timeout, answer)) = orders.recv() {
         match settle(path, timeout) {
             Ok(exclusive) => {
-                // Marks it, also where a kernel has lost the AUTOCLEAR; closing both does it.
+                // Marks it for detach even if the kernel lost AUTOCLEAR; closing both files completes it.
                 let cleared = sys::clear(&device).map_err(|source| LoopError::Detach {
                     device: path.to_owned(),
                     source,
@@ -159,8 +159,8 @@ fn hold(device: File, path: &Path, orders: &Receiver<Order>) {
     }
 }
 
-/// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it. A process that
-/// has it open gets a moment to close it.
+/// Claims an unused device, so that it cannot be mounted, and flushes it to its file. A process that has it open gets a
+/// moment to close it.
 fn settle(path: &Path, timeout: Duration) -> Result<File, LoopError> {
     let exclusive = retry_for(timeout, || unused(path), LoopError::may_pass)?;
     rustix::fs::fsync(&exclusive).map_err(|error| LoopError::Unflushed {
@@ -170,7 +170,7 @@ fn settle(path: &Path, timeout: Duration) -> Result<File, LoopError> {
     Ok(exclusive)
 }
 
-/// The device, claimed, if nobody has it open.
+/// The device, claimed, if it is not open elsewhere.
 fn unused(path: &Path) -> Result<File, LoopError> {
     let exclusive = claim(path)?;
     let users = users_of(path);

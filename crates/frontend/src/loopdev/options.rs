@@ -5,20 +5,19 @@ use std::time::Duration;
 /// How long attaching and detaching wait for the kernel.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
-/// How a file becomes a block device.
+/// Options for attaching a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// No writes.
+    /// Read-only.
     pub read_only: bool,
-    /// Past the page cache of the backing file. Where the file cannot do that, the kernel goes through it: see
-    /// `LoopDevice::has_direct_io`.
+    /// Bypass the page cache of the backing file, if the file supports it: see `LoopDevice::has_direct_io`.
     pub direct_io: bool,
-    /// Bytes in a logical block: 512 or 4096.
+    /// Logical block size: 512 or 4096.
     pub block_size: u32,
-    /// Partitions become devices (`/dev/loopNp1`).
+    /// Scan for partitions (`/dev/loopNp1`).
     pub partitions: bool,
-    /// Bytes that the kernel reads ahead at most, in whole KiB; 0: what it thinks best, with many kernels 128 KiB, a
-    /// trickle where the bytes come from far away.
+    /// Maximum read-ahead of the kernel (bytes, in whole KiB); 0: its default, often 128 KiB, which is too little for
+    /// remote data.
     pub read_ahead: u32,
 }
 

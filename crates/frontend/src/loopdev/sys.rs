@@ -12,7 +12,7 @@ use linux_raw_sys::loop_device as raw;
 
 use super::options::Options;
 
-/// A file to attach and what to attach it to.
+/// A file to attach, and the device.
 pub(super) fn configure(device: &File, file: &File, options: Options) -> io::Result<()> {
     let mut flags = raw::LO_FLAGS_AUTOCLEAR as u32;
     if options.read_only {
@@ -56,7 +56,7 @@ pub(super) fn free(control: &File) -> io::Result<u32> {
     u32::try_from(number).map_err(|_| io::Error::last_os_error())
 }
 
-/// Whether a device goes past the page cache of its file.
+/// Whether a device bypasses the page cache of its file.
 pub(super) fn has_direct_io(device: &File) -> io::Result<bool> {
     let mut info = no_info();
     // SAFETY: LOOP_GET_STATUS64 fills one `loop_info64`, which is ours alone during the call.
@@ -71,7 +71,7 @@ pub(super) fn has_direct_io(device: &File) -> io::Result<bool> {
     Ok(info.lo_flags & raw::LO_FLAGS_DIRECT_IO as u32 != 0)
 }
 
-/// Detaches a device: now if `device` is the only one that has it open, else when the others have closed it.
+/// Detaches a device: now if `device` is its only open file, else when the others are closed.
 pub(super) fn clear(device: &File) -> io::Result<()> {
     // SAFETY: LOOP_CLR_FD takes no argument and touches no memory of ours.
     let result = unsafe { libc::ioctl(device.as_raw_fd(), libc::Ioctl::from(raw::LOOP_CLR_FD)) };
@@ -86,7 +86,7 @@ pub(super) fn open_exclusively(device: &Path) -> io::Result<File> {
         .open(device)
 }
 
-/// Gives the calling thread a table of open files of its own with only the three standard ones, all `/dev/null`.
+/// Gives the calling thread its own table of open files, with only the three standard ones, all `/dev/null`.
 ///
 /// From then on the thread must not use a file that was opened before, nor hand one out.
 pub(super) fn leave_files_behind() -> io::Result<()> {

@@ -7,7 +7,7 @@ use super::error::LoopError;
 use super::sys;
 use crate::fuse::{User, mounts};
 
-/// Opens a device so that nobody can mount it at the same time.
+/// Opens a device exclusively, so that it cannot be mounted meanwhile.
 pub(super) fn claim(device: &Path) -> Result<std::fs::File, LoopError> {
     match sys::open_exclusively(device) {
         Ok(file) => Ok(file),
@@ -19,7 +19,7 @@ pub(super) fn claim(device: &Path) -> Result<std::fs::File, LoopError> {
     }
 }
 
-/// Who uses a block device, as far as can be seen.
+/// The users of a block device, as far as visible.
 pub(crate) fn users_of(device: &Path) -> Vec<User> {
     let mounted = mounts::mounted_from(device).into_iter().map(User::Mounted);
     let mut users: Vec<User> = mounted.collect();
@@ -28,8 +28,8 @@ pub(crate) fn users_of(device: &Path) -> Vec<User> {
     users
 }
 
-/// Block devices that are made of this one or of a partition of it: loop devices (`mount -o loop,offset=…`), and what
-/// the kernel lists as holders (LVM, encryption, RAID). No process has the device open for them.
+/// Block devices on top of this one or its partitions: loop devices (`mount -o loop,offset=…`), and the kernel's holders
+/// (LVM, encryption, RAID). No process has the device open for them.
 fn stacked_on(device: &Path) -> Vec<PathBuf> {
     let mut found = find(|backing| mounts::is_or_in(backing, device)).unwrap_or_default();
     let own = Path::new("/sys/block").join(device.file_name().unwrap_or_default());

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// Buffers are made in multiples of this (bytes).
+/// Buffer lengths are multiples of this (bytes).
 const GRAIN: usize = 4096;
-/// How much a pool keeps for the next request (bytes).
+/// Maximum bytes that a pool keeps.
 const POOL_BYTES: usize = 32 << 20;
-/// How many buffers a pool keeps.
+/// Maximum buffers that a pool keeps.
 const POOL_BUFFERS: usize = 256;
 
-/// The buffers of one connection, so that what one client read never lies in a buffer of another.
+/// The buffers of one connection, so that data read by one client is never in a buffer of another.
 #[derive(Default)]
 pub(super) struct Buffers {
     kept: Mutex<Kept>,
@@ -25,12 +25,12 @@ struct Kept {
 }
 
 impl Buffers {
-    /// A buffer of `length` bytes, which hold anything.
+    /// A buffer of `length` bytes with arbitrary contents.
     pub(super) fn take(self: &Arc<Self>, length: usize) -> Buffer {
         let whole = length.div_ceil(GRAIN) * GRAIN;
         let found = {
             let mut kept = self.kept.lock();
-            // The newest first, because it is warm. One that is much too long would hold memory nobody counted.
+            // The newest first: it is in the CPU's caches. One that is much too long would exceed the accounting.
             let fits = |b: &Vec<u8>| b.len() >= whole && b.len() <= whole + whole / 4;
             kept.buffers.iter().rposition(fits).map(|at| {
                 let bytes = kept.buffers.swap_remove(at);
@@ -45,7 +45,7 @@ impl Buffers {
         }
     }
 
-    /// Lets go of what is kept: the connection is idle.
+    /// Frees the kept buffers: the connection is idle.
     pub(super) fn clear(&self) {
         *self.kept.lock() = Kept::default();
     }

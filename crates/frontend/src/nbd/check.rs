@@ -4,32 +4,32 @@ use drover_core::Capabilities;
 
 use super::wire::{Request, command, errno, flag, transmission};
 
-/// The longest read or write (bytes): what the protocol says a client may count on without asking.
+/// Maximum read or write (bytes): what the protocol guarantees without negotiation.
 pub const MAX_REQUEST: u32 = 32 << 20;
-/// The coarsest alignment that can be told to clients (bytes).
+/// The coarsest alignment that the protocol allows (bytes).
 pub const COARSEST_ALIGNMENT: u32 = 64 << 10;
 
-/// An export's size, what it can do, and its block sizes.
+/// An export's size, capabilities and block sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// Bytes in all.
+    /// Size in bytes.
     pub size: u64,
-    /// Takes no writes.
+    /// Read-only.
     pub read_only: bool,
-    /// A trim gives space back.
+    /// Trim frees space.
     pub trim: bool,
     /// Zeroing can be faster than writing zeros.
     pub fast_zeroes: bool,
-    /// What offsets and lengths must be multiples of (bytes).
+    /// Alignment of offsets and lengths (bytes).
     pub minimum: u32,
-    /// The unit in which requests cost least (bytes).
+    /// Preferred request unit (bytes).
     pub preferred: u32,
     /// The longest read or write (bytes).
     pub maximum: u32,
 }
 
 impl Facts {
-    /// What a device of this size and with these capabilities is told as.
+    /// The properties of a device of this size and with these capabilities.
     ///
     /// # Errors
     /// Why it cannot be exported.
@@ -46,7 +46,7 @@ impl Facts {
                 "its size, {size} bytes, is not a multiple of its alignment of {minimum} bytes"
             ));
         }
-        // More than this is for a file position no client can have.
+        // Beyond the maximum file offset of a client.
         if size > i64::MAX as u64 {
             return Err(format!(
                 "{size} bytes are more than NBD clients can address"
@@ -85,7 +85,7 @@ impl Facts {
     }
 }
 
-/// Why a request is not passed on: an error number for the program, a sentence for its reader.
+/// Why a request is refused: an error number, and a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refusal(pub u32, pub &'static str);
 
@@ -101,7 +101,7 @@ pub fn check(request: &Request, facts: &Facts, allocation: bool) -> Result<(), R
         command::BLOCK_STATUS => flag::REQ_ONE,
         _ => return Err(Refusal(errno::EINVAL, "unknown request")),
     };
-    // FUA may come with anything; it says something only with what changes the device.
+    // FUA is allowed with any request, and has effect only on changes.
     if request.flags & !(allowed | flag::FUA) != 0 {
         return Err(Refusal(errno::EINVAL, "unsupported flag for this request"));
     }
@@ -113,7 +113,7 @@ pub fn check(request: &Request, facts: &Facts, allocation: bool) -> Result<(), R
         return Err(Refusal(errno::EPERM, "the export is read-only"));
     }
     if request.command == command::FLUSH {
-        // Offset and length say nothing there.
+        // Offset and length are ignored.
         return Ok(());
     }
     if request.command == command::BLOCK_STATUS && !allocation {

@@ -37,7 +37,7 @@ const CORK: usize = 256 << 10;
 /// A non-blocking write of this length is still given to another thread when the client has sent more already: one
 /// thread copies to the device while the other receives (bytes).
 const SHARED: u32 = 256 << 10;
-/// The bytes charged for a request without a payload.
+/// Bytes charged for a request without a payload.
 const BARE_BYTES: usize = 4096;
 /// The bytes charged by a block status for each block it examines: each may be a run of its own.
 const STATUS_BYTES: usize = size_of::<Extent>();
@@ -205,7 +205,7 @@ fn transmit(
         move || {
             let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
             move |job: Job| {
-                // A read that nobody waits for is skipped; writes are still executed.
+                // The client is gone: reads are skipped, writes are still executed.
                 if outbox.is_gone() && job.request.command == command::READ {
                     return;
                 }

@@ -19,21 +19,21 @@ pub(super) struct Counters {
 /// What a server has done so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Connections that were taken.
+    /// Connections accepted.
     pub connections: u64,
-    /// Connections that are open now.
+    /// Open connections.
     pub open: u64,
-    /// Connections that were turned away because there were too many.
+    /// Connections refused at the limit.
     pub refused: u64,
-    /// Connections that ended before requests began, other than by the client's own request.
+    /// Connections that failed before the transmission phase.
     pub failed_handshakes: u64,
     /// Requests.
     pub requests: u64,
-    /// Requests that were answered with an error.
+    /// Requests that failed.
     pub errors: u64,
-    /// Bytes that clients read.
+    /// Bytes read by clients.
     pub read_bytes: u64,
-    /// Bytes that clients wrote (zeros that were asked for by length not counted).
+    /// Bytes written by clients (without zeroing requests).
     pub written_bytes: u64,
     /// Bytes of replies on the connections, before encryption.
     pub sent_bytes: u64,

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// Why a server does not begin, or a connection is not taken.
+/// Why a server cannot start, or a connection cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
     /// An export that cannot be served.
@@ -17,7 +17,7 @@ pub enum NbdError {
     /// Another server has the socket.
     #[error("{}: another server is listening there; stop it, or give another path", .0.display())]
     InUse(PathBuf),
-    /// It cannot be listened there.
+    /// Cannot listen there.
     #[error("cannot listen at {address}: {source}")]
     Bind {
         /// Where.
@@ -25,13 +25,13 @@ pub enum NbdError {
         /// Why.
         source: std::io::Error,
     },
-    /// Everybody could read and write.
+    /// Anyone on the network could read and write.
     #[error(
         "{0} can be reached from other machines: give a certificate and an authority for clients, or listen on \
          127.0.0.1 or a unix socket"
     )]
     Open(SocketAddr),
-    /// A certificate or key that is of no use.
+    /// An unusable certificate or key.
     #[error("{}: {why}", .path.display())]
     Tls {
         /// The file.

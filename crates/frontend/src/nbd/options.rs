@@ -9,43 +9,43 @@ use super::counters::Counters;
 use super::negotiate::Offer;
 use super::tls::Tls;
 
-/// A device as clients find it.
+/// A device as it is exported to clients.
 #[derive(Clone)]
 pub struct Export {
-    /// What clients ask for; a client that gives no name gets the export with none, or the only one.
+    /// Export name; a client that gives none gets the export with an empty name, or the only one.
     pub name: String,
-    /// One line for people; may be empty.
+    /// One-line description; may be empty.
     pub description: String,
-    /// What is served.
+    /// The device.
     pub device: Arc<dyn BlockDevice>,
-    /// No writes, even where the device takes them.
+    /// Read-only, even if the device is writable.
     pub read_only: bool,
 }
 
-/// How a server serves.
+/// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Its certificate. With one, nothing is served in the clear (but see `plain_unix`).
+    /// TLS certificate. With one, nothing is served unencrypted (but see `plain_unix`).
     pub tls: Option<Tls>,
-    /// Clients on a unix socket may go without TLS.
+    /// TLS is optional on a Unix socket.
     pub plain_unix: bool,
-    /// TCP beyond this machine although clients do not prove who they are: everybody can read and write.
+    /// Allow TCP from other machines without client certificates: anyone can read and write.
     pub open_tcp: bool,
     /// Permissions of a socket file.
     pub unix_mode: u32,
-    /// Connections at once; more are closed as they come.
+    /// Maximum connections; more are closed when accepted.
     pub max_connections: usize,
-    /// Requests under way on a connection.
+    /// Maximum requests in flight on a connection.
     pub requests: usize,
-    /// Their data (bytes).
+    /// Maximum bytes of their data.
     pub request_bytes: usize,
-    /// Threads of a connection for requests that wait for a network.
+    /// Maximum threads of a connection for requests that wait for a network.
     pub threads: usize,
     /// How long a handshake may take.
     pub handshake: Duration,
-    /// How long a client may stop in the middle of a request, or take none of its replies.
+    /// How long a client may stall in the middle of a request, or accept no replies.
     pub stall: Duration,
-    /// How long requests that are under way may take when the server stops.
+    /// How long requests in flight may take when the server stops.
     pub drain: Duration,
 }
 
@@ -67,7 +67,7 @@ impl Default for ServerOptions {
     }
 }
 
-/// What every connection of a server needs.
+/// State shared by the connections of a server.
 pub(super) struct Served {
     pub(super) exports: Vec<Export>,
     pub(super) offers: Vec<Offer>,

@@ -126,7 +126,7 @@ impl Server {
         })
     }
 
-    /// What clients are told about an export: its size, flags and block sizes.
+    /// An export's properties as sent to clients: size, flags and block sizes.
     #[must_use]
     pub fn facts(&self, export: &str) -> Option<Facts> {
         let offer = self

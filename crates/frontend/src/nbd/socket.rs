@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{self, RecvFlags, SendAncillaryBuffer, SendFlags};
 
-/// What a unix socket holds of what is sent (bytes, but never more than the system allows): a reply of 1 MiB goes in
-/// one piece, where the usual 208 KiB make sender and receiver wait for each other by turns.
+/// Send buffer of a Unix socket (bytes; the system may allow less): a 1 MiB reply fits at once, where the default of
+/// 208 KiB makes sender and receiver wait for each other in turns.
 const SEND_BUFFER: usize = 1 << 20;
 
 /// A stream socket, unix or TCP.
@@ -18,7 +18,7 @@ pub(super) struct Socket(OwnedFd);
 
 impl From<UnixStream> for Socket {
     fn from(stream: UnixStream) -> Self {
-        // Without it, it is only slower. TCP finds its own measure.
+        // Failure only costs speed. TCP adapts its buffer itself.
         let _ = sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER);
         Self(stream.into())
     }
@@ -26,7 +26,7 @@ impl From<UnixStream> for Socket {
 
 impl From<TcpStream> for Socket {
     fn from(stream: TcpStream) -> Self {
-        // Without them it is only slower, or a dead peer is noticed later.
+        // Failure only costs speed, or delays the detection of a dead peer.
         let _ = stream.set_nodelay(true);
         let _ = sockopt::set_socket_keepalive(&stream, true);
         Self(stream.into())
@@ -34,7 +34,7 @@ impl From<TcpStream> for Socket {
 }
 
 impl Socket {
-    /// How long one receive may wait; then it fails with `WouldBlock`. Zero is taken as the shortest.
+    /// How long one receive may wait; then it fails with `WouldBlock`. Zero means the minimum.
     pub(super) fn receive_within(&self, limit: Duration) -> io::Result<()> {
         self.limit(Timeout::Recv, limit)
     }
@@ -64,7 +64,7 @@ impl Socket {
         }
     }
 
-    /// As many bytes as there is room for, or those that came before the time was up; 0 at the end.
+    /// As many bytes as fit, or those received before the timeout; 0 at the end.
     pub(super) fn receive_whole(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.receive_with(buffer, RecvFlags::WAITALL)
     }
@@ -84,23 +84,23 @@ impl Socket {
         Ok(())
     }
 
-    /// Whether there is something to receive, as far as can be told.
+    /// Whether data is probably available.
     pub(super) fn has_more(&self) -> bool {
         rustix::io::ioctl_fionread(&self.0).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// The receiver sees the end, and what was not yet received may be lost.
+    /// The receiver sees end of stream; unreceived data may be lost.
     pub(super) fn stop_receiving(&self) {
         let _ = net::shutdown(&self.0, net::Shutdown::Read);
     }
 
-    /// Nothing more in either direction; whoever waits here wakes.
+    /// Shuts down both directions, which wakes blocked threads.
     pub(super) fn cut(&self) {
         let _ = net::shutdown(&self.0, net::Shutdown::Both);
     }
 
-    /// Tells the peer that no more comes. What it still sends is thrown away: closing with unread bytes would
-    /// reset a TCP connection and with it replies that are on their way.
+    /// Ends the sending direction, and discards what the peer still sends: closing with unread bytes would reset a TCP
+    /// connection, and lose replies in flight.
     pub(super) fn finish(&self) {
         let _ = net::shutdown(&self.0, net::Shutdown::Write);
         let mut scrap = [0; 16 << 10];

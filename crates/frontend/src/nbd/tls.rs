@@ -1,7 +1,7 @@
 //! TLS 1.3 over a blocking socket, with receiving and sending at the same time.
 //!
-//! One lock holds the TLS state; it is never held while the socket waits. Ciphertext must leave in the order in
-//! which it was made, so only one thread at a time sends (the outbox sees to that).
+//! One lock protects the TLS state; it is never held while the socket blocks. Ciphertext must be sent in the order in
+//! which it was produced, so only one thread at a time sends (ensured by the outbox).
 
 use std::io::{self, IoSlice, Read, Write};
 use std::path::{Path, PathBuf};
@@ -17,10 +17,10 @@ use rustls::{RootCertStore, ServerConfig, ServerConnection};
 use super::error::NbdError;
 use super::socket::Socket;
 
-/// Ciphertext that is made, and received, at a time (bytes).
+/// Ciphertext produced, or received, at a time (bytes).
 const PORTION: usize = 256 << 10;
 
-/// A server's certificate, and whom it believes.
+/// A server's certificate, and its authorities for clients.
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<ServerConfig>,
@@ -36,7 +36,7 @@ impl std::fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// From PEM files: a chain of certificates, its private key, and, when clients must show a certificate too, the
+    /// From PEM files: a certificate chain, its private key, and, if clients must present a certificate, the
     /// authorities that may have signed it. TLS 1.3 only.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ impl Tls {
         })
     }
 
-    /// Whether clients must show a certificate.
+    /// Whether clients must present a certificate.
     #[must_use]
     pub fn clients_proven(&self) -> bool {
         self.clients_proven
@@ -101,13 +101,13 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, NbdError> {
     }
 }
 
-/// A socket in TLS.
+/// A socket with TLS.
 pub(super) struct TlsStream {
     socket: Arc<Socket>,
     state: Mutex<ServerConnection>,
-    /// Ciphertext that was received and not yet taken in; only the receiver's.
+    /// Ciphertext received and not yet decrypted; used by the receiver only.
     received: Mutex<Received>,
-    /// Ciphertext that is about to be sent; only the sender's.
+    /// Ciphertext about to be sent; used by the sender only.
     outgoing: Mutex<Vec<u8>>,
 }
 
@@ -118,7 +118,7 @@ struct Received {
 }
 
 impl TlsStream {
-    /// Speaks the TLS handshake, within a deadline. `early`: what was received after the option that asked for TLS.
+    /// Performs the TLS handshake within a deadline. `early`: bytes received after the option that requested TLS.
     pub(super) fn accept(
         socket: Arc<Socket>,
         tls: &Tls,
@@ -155,7 +155,7 @@ impl TlsStream {
                 }
             }
             let taken = received.give(&mut connection);
-            // Whatever it is, the peer is told: an alert says what is wrong with its certificate.
+            // Send the alert, which says for example what is wrong with the peer's certificate.
             flush(&mut connection)?;
             taken?;
         }
@@ -189,7 +189,7 @@ impl TlsStream {
             received.end = 0;
             let count = self.socket.receive(&mut received.bytes)?;
             if count == 0 {
-                // Without a farewell: the same to us, every request says its own length.
+                // No close_notify: no matter, since every request has a length.
                 return Ok(0);
             }
             received.end = count;
@@ -230,7 +230,7 @@ impl TlsStream {
 }
 
 impl Received {
-    /// Lets the TLS state take in what there is.
+    /// Passes the received bytes to the TLS state.
     fn give(&mut self, connection: &mut ServerConnection) -> io::Result<()> {
         let mut rest = &self.bytes[self.start..self.end];
         let count = connection.read_tls(&mut rest)?;

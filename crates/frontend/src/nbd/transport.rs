@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::socket::Socket;
 use super::tls::TlsStream;
 
-/// A socket's bytes as the protocol sees them.
+/// A connection's byte stream.
 pub(super) enum Transport {
     Plain(Arc<Socket>),
     Tls(Box<TlsStream>),
@@ -28,7 +28,7 @@ impl Transport {
         }
     }
 
-    /// Bytes of a payload, with as few calls as can be: some, or all; 0 at the end. For one thread at a time.
+    /// Some or all bytes of a payload, with few system calls; 0 at the end. For one thread at a time.
     pub(super) fn receive_payload(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Plain(socket) => socket.receive_whole(buffer),
@@ -36,7 +36,7 @@ impl Transport {
         }
     }
 
-    /// Whether there is something to receive, as far as can be told.
+    /// Whether data is probably available.
     pub(super) fn has_more(&self) -> bool {
         self.socket().has_more()
     }
@@ -49,7 +49,7 @@ impl Transport {
         }
     }
 
-    /// The end, said to the peer.
+    /// Ends the stream, with notice to the peer.
     pub(super) fn finish(&self) {
         if let Self::Tls(stream) = self {
             stream.close_notify();

@@ -14,10 +14,10 @@ use super::error::NbdError;
 
 /// How long another server may take to bind in the same directory.
 const RETRY_LIMIT: Duration = Duration::from_secs(2);
-/// Connections that wait to be accepted.
+/// Listen backlog.
 const BACKLOG: i32 = 128;
 
-/// A socket file that this process made; removed on drop, if it is still the same.
+/// A socket file created by this process; removed on drop if it is still the same.
 pub(super) struct SocketFile {
     path: PathBuf,
     id: (u64, u64),
@@ -33,8 +33,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, which nobody but those whom `mode` names may connect to, not even for a moment. A socket file
-/// that nobody listens at is replaced.
+/// Listens at `path` with permissions `mode` from the first moment. A socket file without a listener is replaced.
 pub(super) fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), NbdError> {
     let bad = |source: io::Error| NbdError::Bind {
         address: path.display().to_string(),
@@ -79,7 +78,7 @@ pub(super) fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile),
 }
 
 fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> rustix::io::Result<SocketFile> {
-    // The file takes its mode from the socket when it is made.
+    // The file gets its mode from the socket at creation.
     rustix::fs::fchmod(socket, Mode::from_raw_mode(mode & 0o777))?;
     rustix::net::bind(socket, &SocketAddrUnix::new(path)?)?;
     let made = rustix::fs::lstat(path)?;

@@ -1,35 +1,34 @@
 //! The NBD protocol's bytes (the NBD project's `doc/proto.md`): parsers and encoders without any I/O.
 //!
-//! Parsers take what a peer sent, check every length before they look further, and never allocate more than the
-//! input that they were given.
+//! Parsers take a peer's input, check every length before reading on, and never allocate more than the input.
 
-/// `NBDMAGIC`, which opens a conversation.
+/// `NBDMAGIC`, at the start of a connection.
 pub const GREETING: u64 = 0x4e42_444d_4147_4943;
-/// `IHAVEOPT`, which opens every option.
+/// `IHAVEOPT`, at the start of every option.
 pub const OPTION: u64 = 0x4948_4156_454f_5054;
-/// Opens every reply to an option.
+/// Magic of a reply to an option.
 pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
-/// Opens every request.
+/// Magic of a request.
 pub const REQUEST: u32 = 0x2560_9513;
-/// Opens a simple reply.
+/// Magic of a simple reply.
 pub const SIMPLE_REPLY: u32 = 0x6744_6698;
-/// Opens every chunk of a structured reply.
+/// Magic of a chunk of a structured reply.
 pub const STRUCTURED_REPLY: u32 = 0x668e_33ef;
 
-/// The longest name, description, context or message (bytes).
+/// Maximum length of a name, description, context or message (bytes).
 pub const MAX_STRING: usize = 4096;
-/// Bytes of a request.
+/// Length of a request (bytes).
 pub const REQUEST_BYTES: usize = 28;
-/// Bytes of an option before its data.
+/// Length of an option's header (bytes).
 pub const OPTION_BYTES: usize = 16;
-/// Bytes of a simple reply before its data.
+/// Length of a simple reply's header (bytes).
 pub const SIMPLE_BYTES: usize = 16;
-/// Bytes of a chunk of a structured reply before its data.
+/// Length of a chunk's header (bytes).
 pub const CHUNK_BYTES: usize = 20;
 
-/// Flags of the greeting and of the client's answer to it.
+/// Flags of the greeting and of the client's reply.
 pub mod handshake {
-    /// The negotiation goes on after a refused option.
+    /// The negotiation continues after a refused option.
     pub const FIXED_NEWSTYLE: u32 = 1;
     /// No 124 zero bytes after `EXPORT_NAME`.
     pub const NO_ZEROES: u32 = 2;
@@ -64,7 +63,7 @@ pub mod reply {
     pub const ERR_TOO_BIG: u32 = 1 << 31 | 9;
 }
 
-/// What `INFO` and `GO` tell.
+/// Information types of `INFO` and `GO`.
 #[allow(missing_docs)]
 pub mod info {
     pub const EXPORT: u16 = 0;
@@ -73,7 +72,7 @@ pub mod info {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// What an export can do.
+/// Transmission flags of an export.
 #[allow(missing_docs)]
 pub mod transmission {
     pub const HAS_FLAGS: u16 = 1;
@@ -123,11 +122,11 @@ pub mod chunk {
     pub const DONE: u16 = 1;
 }
 
-/// What `base:allocation` says of a run.
+/// `base:allocation`: flags of an extent.
 #[allow(missing_docs)]
 pub mod allocation {
     pub const NAME: &str = "base:allocation";
-    /// The id that the server gives to the context.
+    /// The context id chosen by the server.
     pub const ID: u32 = 1;
     pub const HOLE: u32 = 1;
     pub const ZERO: u32 = 2;
@@ -144,18 +143,18 @@ pub mod errno {
     pub const ESHUTDOWN: u32 = 108;
 }
 
-/// What a peer sent is not NBD; the conversation cannot go on.
+/// The peer's input is not NBD; the connection cannot continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// A magic number is another.
+    /// A wrong magic number.
     #[error("this is not NBD: no {0} magic")]
     Magic(&'static str),
-    /// A field is longer than what is there, or than it may be, or bytes are left over.
+    /// A field is too long or truncated, or bytes are left over.
     #[error("malformed {0}")]
     Malformed(&'static str),
 }
 
-/// Big-endian numbers and counted bytes off the front of what a peer sent.
+/// Reads big-endian numbers and counted bytes from a peer's input.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -179,7 +178,7 @@ impl<'a> Fields<'a> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// A name: counted, no longer than [`MAX_STRING`], UTF-8 without NUL.
+    /// A name: counted, at most [`MAX_STRING`] long, UTF-8 without NUL.
     fn string(&mut self) -> Option<&'a str> {
         let count = self.u32()? as usize;
         if count > MAX_STRING {
@@ -189,7 +188,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A name or a context, if it can be one: UTF-8 without NUL, no longer than [`MAX_STRING`].
+/// A name or a context, if valid: UTF-8 without NUL, at most [`MAX_STRING`] long.
 #[must_use]
 pub fn name(bytes: &[u8]) -> Option<&str> {
     if bytes.len() > MAX_STRING || bytes.contains(&0) {
@@ -198,10 +197,10 @@ pub fn name(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok()
 }
 
-/// An option before its data.
+/// The header of an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OptionHeader {
-    /// One of [`option`], or one that is not known.
+    /// One of [`option`], or an unknown one.
     pub option: u32,
     /// Bytes of data that follow.
     pub length: u32,
@@ -230,11 +229,11 @@ impl OptionHeader {
 pub struct InfoRequest<'a> {
     /// Which export; empty: the default.
     pub export: &'a str,
-    /// Asked for: [`info::NAME`].
+    /// [`info::NAME`] is requested.
     pub name: bool,
-    /// Asked for: [`info::DESCRIPTION`].
+    /// [`info::DESCRIPTION`] is requested.
     pub description: bool,
-    /// Asked for: [`info::BLOCK_SIZE`].
+    /// [`info::BLOCK_SIZE`] is requested.
     pub block_size: bool,
 }
 
@@ -259,7 +258,7 @@ impl<'a> InfoRequest<'a> {
                 info::NAME => request.name = true,
                 info::DESCRIPTION => request.description = true,
                 info::BLOCK_SIZE => request.block_size = true,
-                // What is not known is not told.
+                // Unknown information types are ignored.
                 _ => {}
             }
         }
@@ -272,11 +271,11 @@ impl<'a> InfoRequest<'a> {
 pub struct ContextRequest<'a> {
     /// Which export; empty: the default.
     pub export: &'a str,
-    /// How many queries there are.
+    /// Number of queries.
     pub queries: u32,
     /// One of the queries is `base:allocation` itself.
     pub allocation: bool,
-    /// One of the queries asks for the whole namespace `base:`.
+    /// One of the queries is for the whole namespace `base:`.
     pub base: bool,
 }
 
@@ -309,18 +308,18 @@ impl<'a> ContextRequest<'a> {
     }
 }
 
-/// A request before its payload.
+/// The header of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// Of [`flag`].
     pub flags: u16,
-    /// One of [`command`], or one that is not known.
+    /// One of [`command`], or an unknown one.
     pub command: u16,
-    /// What the client knows the reply by.
+    /// Identifies the reply to the client.
     pub cookie: u64,
-    /// Where the range begins (bytes).
+    /// Start of the range (bytes).
     pub offset: u64,
-    /// How long it is (bytes).
+    /// Length of the range (bytes).
     pub length: u32,
 }
 
@@ -362,7 +361,7 @@ impl Request {
         self.flags & flag != 0
     }
 
-    /// The bytes of it, as a client sends them.
+    /// Its encoding, as a client sends it.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut bytes = [0; REQUEST_BYTES];

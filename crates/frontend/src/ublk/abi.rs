@@ -1,6 +1,6 @@
-//! The driver's commands and structures (`linux/ublk_cmd.h`), as bytes. Numbers are in the machine's own order.
+//! The driver's commands and structures (`linux/ublk_cmd.h`), as bytes in native order.
 
-/// Control commands, in the form that names their structure (`UBLK_F_CMD_IOCTL_ENCODE`).
+/// Control commands, encoded with their structure (`UBLK_F_CMD_IOCTL_ENCODE`).
 pub(super) mod command {
     const READ: u32 = 2;
     const WRITE_READ: u32 = 3;
@@ -24,15 +24,15 @@ pub(super) mod command {
 
 /// Commands carry the size of their structure.
 pub(super) const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
-/// Data is copied by reading and writing the character device, from any thread.
+/// Data is copied by reading and writing the character device, on any thread.
 pub(super) const FEATURE_USER_COPY: u64 = 1 << 7;
 
 /// The driver chooses the number.
 pub(super) const ANY_DEVICE: u32 = u32::MAX;
-/// A command that concerns no queue.
+/// The queue of a command for the whole device.
 const NO_QUEUE: u16 = u16::MAX;
 
-/// `ublksrv_ctrl_cmd`, in the 80 bytes that an entry of 128 has for it.
+/// `ublksrv_ctrl_cmd`, in the 80 command bytes of a 128-byte entry.
 pub(super) fn control_command(device: u32, buffer: u64, length: u16, data: u64) -> [u8; 80] {
     let mut bytes = [0; 80];
     bytes[0..4].copy_from_slice(&device.to_ne_bytes());
@@ -43,7 +43,7 @@ pub(super) fn control_command(device: u32, buffer: u64, length: u16, data: u64) 
     bytes
 }
 
-/// `ublksrv_io_cmd`: fetch a request for a tag, or say how the one before went.
+/// `ublksrv_io_cmd`: fetch a request for a tag, with the result of the previous one.
 pub(super) fn io_command(queue: u16, tag: u16, result: i32) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[0..2].copy_from_slice(&queue.to_ne_bytes());
@@ -92,7 +92,7 @@ impl Info {
     }
 }
 
-/// What `ublk_params` say of the device.
+/// The contents of `ublk_params`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Params {
     pub(super) read_only: bool,
@@ -122,7 +122,7 @@ impl Params {
         let shift = |size: u32| [u8::try_from(size.trailing_zeros()).unwrap_or(0)];
         let length = u32::try_from(Self::SIZE).unwrap_or(0);
         put(0, &length.to_ne_bytes());
-        // Basic. Every device may hold writes back until it is flushed.
+        // Basic. Every device has a volatile write cache.
         let mut attributes = Self::VOLATILE_CACHE | Self::FUA;
         if self.read_only {
             attributes |= Self::READ_ONLY;
@@ -147,7 +147,7 @@ impl Params {
     }
 }
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     Read,
@@ -171,7 +171,7 @@ impl Descriptor {
     const FUA: u32 = 1 << 13;
     const NO_UNMAP: u32 = 1 << 15;
 
-    /// `None` where the position does not fit into 64 bits.
+    /// `None` if the position overflows 64 bits.
     pub(super) fn decode(bytes: &[u8; Self::SIZE]) -> Option<Self> {
         let flags = u32_at(bytes, 0)?;
         let operation = match flags & 0xff {
@@ -187,7 +187,7 @@ impl Descriptor {
             _ => Operation::Unknown,
         };
         if operation == Operation::Flush {
-            // The kernel puts a position there that is none.
+            // The kernel sets an invalid position.
             return Some(Self {
                 operation,
                 offset: 0,
@@ -202,13 +202,13 @@ impl Descriptor {
     }
 }
 
-/// Where a queue's descriptors are mapped: every queue has room for the deepest.
+/// Offset of a queue's descriptors in the mapping: each queue has room for the maximum depth.
 pub(super) fn descriptors_at(queue: u16) -> u64 {
     const DEEPEST: usize = 4096;
     u64::from(queue) * (DEEPEST * Descriptor::SIZE).next_multiple_of(4096) as u64
 }
 
-/// Where a request's data are, in the character device.
+/// Offset of a request's data in the character device.
 pub(super) fn data_at(queue: u16, tag: u16) -> u64 {
     0x8000_0000 + (u64::from(queue) << 41) + (u64::from(tag) << 25)
 }

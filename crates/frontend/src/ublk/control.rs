@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::abi;
 
-/// Where the driver is spoken to.
+/// The driver's control node.
 pub(super) const PATH: &str = "/dev/ublk-control";
 
 /// An open control device.
@@ -22,16 +22,16 @@ pub(super) struct Control {
 
 impl Control {
     /// # Errors
-    /// Of a kernel whose `io_uring` has no entries of 128 bytes or is turned off.
+    /// If the kernel's `io_uring` has no entries of 128 bytes or is disabled.
     pub(super) fn new(device: File) -> io::Result<Self> {
         let ring = IoUring::builder().build(2)?;
         Ok(Self { device, ring })
     }
 
-    /// Runs one command to its end or to the deadline. `buffer` goes to the driver and comes back as it left it.
+    /// Runs one command to completion or the deadline. `buffer` is passed to the driver and returned as it left it.
     ///
     /// # Errors
-    /// The driver's, or `ETIMEDOUT`: the command is then called back.
+    /// The driver's, or `ETIMEDOUT`: the command is then cancelled.
     pub(super) fn run(
         mut self,
         command: u32,

@@ -8,38 +8,38 @@ use drover_core::BlockDevice;
 use super::abi::Params;
 use crate::kernel::Error;
 
-/// Queues that a device may have.
+/// Maximum queues of a device.
 pub const MAX_QUEUES: u16 = 16;
-/// Requests that one queue may have under way.
+/// Maximum requests in flight per queue.
 pub const MAX_QUEUE_DEPTH: u16 = 1024;
-/// Threads that one device may have for requests that wait, with half as many again for changes.
+/// Maximum threads per device for requests that block, with half as many again for changes.
 pub const MAX_WORKERS: usize = 256;
-/// Bytes of the longest read or write that the kernel is let make.
+/// Maximum read or write of the kernel (bytes).
 const MAX_REQUEST: u32 = 1 << 20;
-/// Bytes that one discard covers, and one request for zeros where those cost nothing.
+/// Maximum discard, and zeroing request where zeroing is cheap (bytes).
 const MAX_DISCARD: u32 = 1 << 30;
-/// Bytes of one request for zeros where they are written one by one.
+/// Maximum zeroing request where zeros are written out (bytes).
 const MAX_SLOW_ZEROES: u32 = 16 << 20;
 /// The kernel's limit for a logical block.
 const PAGE: u32 = 4096;
 
-/// What the kernel is told about the device.
+/// The kernel's parameters of the device.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The node, `/dev/ublkbN`; `None` for the first free one.
     pub device: Option<PathBuf>,
-    /// The logical block: a power of two from 512 to 4096, at least the device's alignment.
+    /// Logical block size: a power of two from 512 to 4096, at least the device's alignment.
     pub block_size: u32,
-    /// Takes no writes, whatever the device can do.
+    /// Read-only, even if the device is writable.
     pub read_only: bool,
-    /// Queues, 1 to [`MAX_QUEUES`]; the kernel makes no more than it has processors.
+    /// Queues, 1 to [`MAX_QUEUES`]; the kernel creates at most one per CPU.
     pub queues: u16,
-    /// Requests under way in each, 1 to [`MAX_QUEUE_DEPTH`].
+    /// Requests in flight in each, 1 to [`MAX_QUEUE_DEPTH`].
     pub depth: u16,
-    /// Threads for requests that wait, 1 to [`MAX_WORKERS`], and half as many again for changes that may wait for a
+    /// Threads for requests that block, 1 to [`MAX_WORKERS`], and half as many again for changes that may wait for a
     /// network. Each has a buffer of up to 1 MiB.
     pub workers: usize,
-    /// A name by which [`find`](super::find) knows the device again; of one device at a time.
+    /// A name by which [`find`](super::find) recognizes the device; of one device at a time.
     pub identifier: Option<String>,
 }
 

@@ -1,5 +1,5 @@
-//! One queue of a device: a thread with a ring on which every tag always has one command waiting in the driver. The
-//! command completes when a request comes; its result goes back with the command that fetches the next one.
+//! One queue of a device: a thread with a ring on which every tag always has one command pending in the driver. The
+//! command completes when a request arrives; its result is returned with the command that fetches the next one.
 #![allow(unsafe_code)] // a ring's entries, memory shared with the driver
 
 use std::io;
@@ -16,7 +16,7 @@ use super::abi::{self, Descriptor, command};
 use super::request::{Buffer, Target};
 use super::workers::{Job, Mailbox, Workers, serve_writeback};
 
-/// Completions that are no tag's: the mailbox has something.
+/// Marks a completion without a tag: the mailbox is not empty.
 const BELL: u64 = u64::MAX;
 
 /// A queue's descriptors, which the driver fills in.
@@ -74,7 +74,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// One queue, on the thread that made it: the driver takes a queue's commands from one thread only.
+/// One queue, on the thread that created it: the driver accepts a queue's commands from one thread only.
 struct Queue {
     number: u16,
     ring: IoUring,
@@ -83,11 +83,11 @@ struct Queue {
     target: Arc<Target>,
     pool: Arc<Workers>,
     buffer: Buffer,
-    /// Tags that the driver has not taken back.
+    /// Tags that are still ours.
     live: u16,
 }
 
-/// Serves a queue until the device is stopped. Says over `ready` when the driver has its commands.
+/// Serves a queue until the device is stopped. Signals `ready` when the driver has its commands.
 pub(super) fn run(
     number: u16,
     depth: u16,
@@ -112,7 +112,7 @@ pub(super) fn run(
 impl Queue {
     fn start(number: u16, depth: u16, target: Arc<Target>, pool: Arc<Workers>) -> io::Result<Self> {
         let descriptors = Descriptors::map(&target, number, depth)?;
-        // A command for every tag, and the bell.
+        // A command for every tag, and the eventfd.
         let ring = IoUring::builder()
             .setup_single_issuer()
             .setup_coop_taskrun()
@@ -132,7 +132,7 @@ impl Queue {
             queue.push_command(command::FETCH_REQ, tag, 0)?;
         }
         queue.ring.submit()?;
-        // What the driver refuses, it refuses at once.
+        // The driver refuses commands immediately or not at all.
         let refused = queue.ring.completion().find(|c| c.result() < 0);
         match refused {
             Some(completion) => Err(io::Error::from_raw_os_error(-completion.result())),
@@ -160,7 +160,7 @@ impl Queue {
 
     fn answer(&mut self, tag: u16, result: i32) -> io::Result<()> {
         if result != 0 {
-            // ENODEV: the device is stopping and the tag is not fetched again. Anything else is the end of it too.
+            // ENODEV: the device is stopping and the tag is not fetched again. Other errors also end the tag.
             if result != -Errno::NODEV.raw_os_error() {
                 tracing::error!(
                     queue = self.number,

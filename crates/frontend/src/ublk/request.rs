@@ -10,20 +10,20 @@ use rustix::io::Errno;
 
 use super::abi::{self, Descriptor, Operation};
 
-/// What every thread of a device needs.
+/// State shared by the threads of a device.
 pub(super) struct Target {
     /// `/dev/ublkcN`, through which data is copied.
     pub(super) channel: File,
     pub(super) device: Arc<dyn BlockDevice>,
-    /// Bytes of the longest read or write.
+    /// Maximum read or write (bytes).
     pub(super) longest: u32,
 }
 
-/// Memory for the data of one request at a time; grows to the longest one that came.
+/// The data of one request at a time; grows to the longest one so far.
 pub(super) type Buffer = Vec<u8>;
 
 impl Target {
-    /// Whether a request is over so soon that it is not worth a thread switch.
+    /// Whether a request is so fast that it is not worth a thread switch.
     pub(super) fn is_quick(&self, descriptor: &Descriptor) -> bool {
         match descriptor.operation {
             Operation::Read => {
@@ -38,7 +38,7 @@ impl Target {
         }
     }
 
-    /// Whether it is a change that may wait for a network, or for room that only a network makes.
+    /// Whether it is a change that may wait for a network, or for cache space that only the network frees.
     pub(super) fn may_wait_long(&self, descriptor: &Descriptor) -> bool {
         match descriptor.operation {
             Operation::Read | Operation::Unknown => false,
@@ -50,7 +50,7 @@ impl Target {
         }
     }
 
-    /// Does it; what the driver is told: bytes for reads and writes, else 0, or a negative error number.
+    /// Executes it. The result for the driver: bytes for reads and writes, else 0, or a negative error number.
     pub(super) fn perform(
         &self,
         queue: u16,
@@ -59,7 +59,7 @@ impl Target {
         buffer: &mut Buffer,
     ) -> i32 {
         let work = || self.try_perform(queue, tag, descriptor, buffer);
-        // A device that panics fails one request; without an answer its tag would hang for ever.
+        // A panic of the device fails one request; without a result its tag would hang forever.
         match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(bytes)) => bytes,
             Ok(Err(errno)) => -errno.raw_os_error(),
@@ -134,7 +134,7 @@ fn copy_failed(error: &std::io::Error) -> Errno {
     Errno::IO
 }
 
-/// What the kernel makes of a device's error.
+/// The error number for a device's error.
 pub(super) fn errno(error: &DeviceError) -> Errno {
     match error {
         DeviceError::NoSpace(_) => Errno::NOSPC,

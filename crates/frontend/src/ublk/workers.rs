@@ -1,4 +1,4 @@
-//! Worker threads for requests that may wait, and their completion back to the queue.
+//! Worker threads for requests that may block, and their completion on the queue's thread.
 // prctl has no safe wrapper.
 #![allow(unsafe_code)]
 
@@ -12,7 +12,7 @@ use super::abi::Descriptor;
 use super::request::{Buffer, Target};
 use crate::pool::Pool;
 
-/// Where a queue's thread is told what became of requests: a list, and an eventfd that its ring watches.
+/// Results for a queue's thread: a list, and an eventfd that its ring polls.
 pub(super) struct Mailbox {
     done: Mutex<Vec<(u16, i32)>>,
     pub(super) bell: OwnedFd,
@@ -29,19 +29,19 @@ impl Mailbox {
 
     fn put(&self, tag: u16, result: i32) {
         self.done.lock().push((tag, result));
-        // Fails only with 2^64 rings unheard, and then it rings already.
+        // Fails only at the counter's maximum, when it is signalled already.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    /// What came since the last time; silences the bell first, so that nothing is missed.
+    /// The results since the last call; clears the eventfd first, so that none is missed.
     pub(super) fn take(&self) -> Vec<(u16, i32)> {
         let mut count = [0; 8];
-        let _ = rustix::io::read(&self.bell, &mut count); // would block when it has not rung
+        let _ = rustix::io::read(&self.bell, &mut count); // would block if not signalled
         std::mem::take(&mut *self.done.lock())
     }
 }
 
-/// A request and where its result goes.
+/// A request and the destination of its result.
 pub(super) struct Job {
     pub(super) queue: u16,
     pub(super) tag: u16,
@@ -49,12 +49,12 @@ pub(super) struct Job {
     pub(super) mailbox: Arc<Mailbox>,
 }
 
-/// Threads for requests that wait: for a disk, for a network. What waits for a thread is bounded by the queues' depth:
-/// every tag has one request at most.
+/// Threads for requests that wait for a disk or a network. The backlog is bounded by the queues' depth: a tag has at
+/// most one request.
 pub(super) struct Workers {
     target: Arc<Target>,
     requests: Pool<Job>,
-    /// For those that may wait for long: the others do not wait for them.
+    /// For those that may take long, so that they do not delay the others.
     changes: Pool<Job>,
 }
 
@@ -79,7 +79,7 @@ impl Workers {
         }
     }
 
-    /// Takes a request over.
+    /// Queues a request.
     pub(super) fn submit(&self, job: Job) {
         match self.target.may_wait_long(&job.descriptor) {
             true => self.changes.submit(job),
@@ -88,8 +88,8 @@ impl Workers {
     }
 }
 
-/// Tells the kernel that this thread serves a block device: memory that it asks for is not to be won by writing to that
-/// very device. Needs `CAP_SYS_RESOURCE`; without it all works but under the hardest want of memory.
+/// Tells the kernel that this thread serves a block device, so that its allocations do not wait for write-back to that
+/// device. Needs `CAP_SYS_RESOURCE`; without it, only extreme memory pressure is a problem.
 pub(super) fn serve_writeback() {
     /// `linux/prctl.h`
     const PR_SET_IO_FLUSHER: libc::c_int = 57;
