@@ -1,5 +1,5 @@
-//! The two ends' bookkeeping against each other over a link of a given rate and delay, in virtual time and from a seed:
-//! the mount's scheduler and window, the site's queues and flow. What is not here is threads, disks and TCP's own slow start.
+//! Simulates both ends over a link of a given rate and delay, in virtual time and from a seed: the mount's scheduler
+//! and window, the site's queues and flow. Not simulated: threads, disks, and TCP's slow start.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -25,30 +25,30 @@ use near::Near;
 use scenario::{CONNECTIONS, Scenario, shares};
 use writes::Pushing;
 
-/// The connection for what is pushed.
+/// The push connection.
 const PUSH: usize = 3;
 
 /// Bytes of a request or a credit on the link.
 const ASK: u64 = 40;
 
-/// What a site has ready on a connection at most: both halves of its queue, each over its limit by a unit.
+/// Maximum replies ready at a site on a connection: both halves of its queue, each over its limit by one unit.
 const MAX_READY: u64 = 2 * ((4 << 20) + (MAX_UNIT as u64) * 2);
 
 enum Event {
-    /// An ask reaches the site on a link.
+    /// A request reaches the site on a link.
     Asked(u64, usize, Request),
-    /// A part of what is pushed reaches the site on a link, with so many bytes.
+    /// A part of an epoch, of so many bytes, reaches the site on a link.
     Pushed(u64, Request, Bytes),
-    /// The mount is told that so much of it came, and when by the site's clock.
+    /// The report of how many bytes arrived, and when by the site's clock, reaches the mount.
     Told(u64, u64, u64),
-    /// The site has written the part of this id, and the mount is told.
+    /// The mount learns that the site has written the part with this id.
     Written(u64, u64),
     Done(u64, u64),
     /// A reply reaches the mount on a link.
     Answered(u64, usize, ChunksReply),
-    /// The mount may send what it had to wait with.
+    /// The mount may send what its pacing held back.
     Paced,
-    /// What the mount's disk was given is on it.
+    /// A write to the mount's disk is complete.
     Stored,
     /// A program reads a chunk.
     Wanted,
@@ -64,7 +64,7 @@ struct SiteConnection {
 }
 
 impl SiteConnection {
-    /// As the site's connection does it.
+    /// Mirrors the site's connection.
     fn hurry(&mut self, id: u64, wire: impl Fn(&(u64, u64, u32)) -> u64) {
         self.queue.hurry(id);
         let queue = &mut self.queue;
@@ -80,9 +80,9 @@ struct World {
     order: u64,
     events: BinaryHeap<Reverse<(u64, u64)>>,
     what: HashMap<u64, Event>,
-    /// When the link is free again: up and down.
+    /// When each direction of the link is idle again: up and down.
     free: [f64; 2],
-    /// When the last of each connection's messages was looked at, each way.
+    /// When the last message of each connection was processed, in each direction.
     looked: [[f64; CONNECTIONS]; 2],
     link: u64,
     up: bool,
@@ -94,15 +94,15 @@ struct World {
     flow: Flow,
     cursor: u64,
     shares: Vec<f32>,
-    /// How often each chunk came and was good.
+    /// How often each chunk arrived and was verified.
     came: Vec<u8>,
     missing: u64,
     corrupted: HashSet<u64>,
     wanted: HashMap<u64, f64>,
     waits: Vec<(f64, f64)>,
-    /// What answers that somebody waits for find before them in the link when they leave the site.
+    /// Queue in the link ahead of foreground replies when they leave the site.
     found: Vec<(f64, f64)>,
-    /// Bytes on the link by tenths of seconds.
+    /// Bytes on the link per 100 ms.
     tenths: Vec<u64>,
     done_at: f64,
 }
@@ -173,7 +173,7 @@ impl World {
         Duration::from_secs_f64(self.now)
     }
 
-    /// When bytes that leave now on a connection are looked at.
+    /// When bytes that leave now on a connection will be processed.
     fn cross(&mut self, way: usize, connection: usize, bytes: u64) -> f64 {
         let free = self.free[way].max(self.now) + bytes as f64 / self.set.rates()[way];
         self.free[way] = free;
@@ -208,7 +208,7 @@ impl World {
 
     fn is_done(&self) -> bool {
         match self.set.writes {
-            // What is measured of both is measured while both go on.
+            // Measure both only while both are active.
             Some(writes) => self.pushing.is_done(&writes) || (writes.pulls && self.missing == 0),
             None => self.missing == 0 && self.wanted.is_empty(),
         }
@@ -394,7 +394,7 @@ impl World {
                 );
             }
         }
-        // The first to wake takes the credit.
+        // The first connection to wake takes the credit.
         let connections = self.connections.len();
         let first = self.random.usize(0..connections);
         for n in 0..connections {
@@ -402,7 +402,7 @@ impl World {
         }
     }
 
-    /// What the site's threads and the connection's writer do.
+    /// The site's threads, and the connection's writer.
     fn serve(&mut self, number: usize) {
         let unit = (self.flow.window() / 16).clamp(16 << 10, u64::from(MAX_UNIT));
         let chunk = self.set.chunk;
@@ -456,7 +456,7 @@ impl World {
         }
     }
 
-    /// What the mount's threads do.
+    /// The mount's threads.
     fn store(&mut self) {
         while let Some(at) = self.near.store(self.now, self.set.chunk) {
             if at > self.now {
@@ -490,7 +490,7 @@ impl World {
         self.store();
     }
 
-    /// Chunks were verified and are on the mount's disk.
+    /// Chunks were verified and written to the mount's disk.
     fn stored(&mut self, reply: ChunksReply) {
         let run = Chunks {
             first: reply.first,
@@ -519,7 +519,7 @@ impl World {
         self.pump();
     }
 
-    /// The part of the link's rate that was used from `from` seconds on until shortly before the end.
+    /// Utilization of the link from `from` seconds until shortly before the end.
     fn used(&self, from: f64) -> f64 {
         let (first, last) = ((from * 10.0) as usize, self.tenths.len().saturating_sub(2));
         assert!(
@@ -531,20 +531,20 @@ impl World {
         bytes as f64 / (0.1 * (last - first) as f64 * self.set.rate)
     }
 
-    /// When a tenth of a second first used nine tenths of the link.
+    /// The first 100 ms in which 90 % of the link was used.
     fn full_at(&self) -> f64 {
         let enough = |&bytes: &u64| bytes as f64 >= 0.09 * self.set.rate;
         let first = self.tenths.iter().position(enough);
         first.map_or(f64::MAX, |n| n as f64 / 10.0)
     }
 
-    /// What 99 of 100 of those who began to wait after `from` waited at most.
+    /// The p99 of the waits that began after `from`.
     fn p99(&self, from: f64) -> f64 {
         part(&self.waits, from, 99)
     }
 }
 
-/// What `percent` of what was noted after `from` is at most.
+/// The given percentile of the values recorded after `from`.
 fn part(noted: &[(f64, f64)], from: f64, percent: usize) -> f64 {
     let late = noted.iter().filter(|n| n.0 > from);
     let mut late: Vec<f64> = late.map(|n| n.1).collect();

@@ -293,8 +293,8 @@ pub(crate) fn handshake_failure(peer: String, e: io::Error) -> NetError {
     }
 }
 
-/// Frames must leave at once, and a peer whose machine is gone must be noticed even when nobody
-/// writes. Buffer sizes are left to the kernel, whose tuning follows the path's delay.
+/// Frames must leave at once, and a dead peer must be detected even on an idle connection. Buffer sizes are left to the
+/// kernel, whose tuning follows the path's delay.
 pub(crate) fn prepare(tcp: &TcpStream) -> io::Result<()> {
     tcp.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new()

@@ -51,7 +51,7 @@ pub struct Greeting {
 /// Sends a hello and reads the peer's, within [`GREET_TIMEOUT`]. Both ends send at once.
 ///
 /// # Errors
-/// [`NetError::Hello`] when the other end is not a drover, [`NetError::Version`] when the two
+/// [`NetError::Hello`] when the other end is not drover, [`NetError::Version`] when the two
 /// have no protocol in common, [`NetError::TimedOut`], or that the connection broke.
 pub async fn greet(
     reader: &mut FrameReader,

@@ -30,7 +30,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// No key file is longer; what is, is something else.
+/// Maximum size of a key file; a larger file is something else.
 const MAX_FILE: u64 = 16 << 10;
 
 impl Identity {

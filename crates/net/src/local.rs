@@ -48,7 +48,7 @@ impl LocalListener {
             }
             _ => {}
         }
-        // It gets its name when it has its mode: nobody else can slip in between.
+        // Renamed only once its mode is set, so that no other user can connect in between.
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(format!(".{}", std::process::id()));
         let temporary = PathBuf::from(temporary);

@@ -11,13 +11,13 @@ pub enum Code {
     Version,
     /// Its key is not trusted, or its ticket is no good.
     Untrusted,
-    /// It may not do that, or what it asks for is not acceptable.
+    /// Not permitted, or the request is not acceptable.
     Denied,
     /// There is nothing of that name.
     NotFound,
     /// Another holder has it.
     Held,
-    /// The caller no longer holds what it did (a lease).
+    /// The caller no longer holds its lease.
     Lost,
     /// Outside the device or file.
     OutOfRange,

@@ -5,11 +5,11 @@
 pub enum Right {
     /// Show a ticket: also one whose key is not known.
     Pair,
-    /// See what is there and whether it is whole.
+    /// List images and transfers, and verify images.
     List,
     /// Send images.
     Send,
-    /// Have what is left of a transfer removed; without [`Right::Manage`] only the caller's own.
+    /// Remove unfinished transfers; without [`Right::Manage`] only the caller's own.
     Cancel,
     /// Use images as devices.
     Mount,

@@ -1,22 +1,22 @@
-//! The mount's threads that verify, and its disk.
+//! The mount's verifying threads, and its disk.
 
 use drover_device::remote::Chunks;
 use drover_net::group;
 
 use crate::client::scheduler::ChunksReply;
 
-/// What the mount writes to.
+/// The mount's disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Disk {
-    /// Bytes a second.
+    /// Bytes per second.
     pub rate: f64,
-    /// How often it takes nothing for how long, in seconds.
+    /// Period and length of its pauses, in seconds.
     pub every: f64,
     pub pause: f64,
 }
 
 impl Default for Disk {
-    /// One that takes no time.
+    /// An infinitely fast disk.
     fn default() -> Self {
         Self {
             rate: f64::INFINITY,
@@ -45,7 +45,7 @@ impl Near {
         self.came.push(reply, !background);
     }
 
-    /// Somebody waits for a run.
+    /// A foreground read waits for a run.
     pub fn hurry(&mut self, run: Chunks) {
         let has_some = |reply: &ChunksReply| {
             reply.first < run.end() && run.first < reply.first + u64::from(reply.count)
@@ -53,7 +53,7 @@ impl Near {
         self.came.hurry(has_some, |_| {});
     }
 
-    /// When the next of what was queued will be on the disk, if the disk is free.
+    /// When the next queued write will be complete, if the disk is idle.
     pub fn store(&mut self, now: f64, chunk: u32) -> Option<f64> {
         if self.storing.is_some() {
             return None;
@@ -62,7 +62,7 @@ impl Near {
         let bytes = f64::from(reply.count) * f64::from(chunk);
         self.storing = Some(reply);
         let done = now + bytes / self.disk.rate;
-        // A pause comes at the end of each period.
+        // Each period ends with a pause.
         let into = done % self.disk.every;
         let left = self.disk.every - into;
         Some(match into > self.disk.every - self.disk.pause {

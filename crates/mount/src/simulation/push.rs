@@ -1,4 +1,4 @@
-//! What is written at the mount on its way to the site: parts of epochs, as the managed device hands them out.
+//! The push from the mount to the site: parts of epochs, as the managed device hands them out.
 
 use std::time::Duration;
 
@@ -9,21 +9,21 @@ use crate::client::scheduler::Job;
 use crate::protocol::{Coding, MAX_DIRECT, Request};
 use crate::server::unit::{Effect, Unit};
 
-/// Bytes that the device has in flight with the client at least.
+/// Minimum bytes that the device keeps in flight with the client.
 const UNDER_WAY: u64 = 8 << 20;
 
-/// Bytes of a reply that a part came, or was written.
+/// Size of the report that a part arrived, or was written (bytes).
 const TOLD: u64 = 40;
 const DONE: u64 = 60;
 
-/// The site's clock is another one: it was started earlier, and is a little fast.
+/// The site's clock differs: it started earlier, and is slightly fast.
 const CLOCK_AHEAD: f64 = 1e5;
 const CLOCK_RUNS: f64 = 1.00005;
 
 static BODY: [u8; MAX_DIRECT as usize] = [1; MAX_DIRECT as usize];
 
 impl World {
-    /// As the device hands out parts of an epoch, and the client cuts them.
+    /// Parts of an epoch, as the device hands them out and the client splits them.
     pub(super) fn push_more(&mut self) {
         let Some(writes) = self.set.writes else {
             return;

@@ -3,30 +3,30 @@
 use super::near::Disk;
 use super::writes::Writes;
 
-/// Front, two back connections and, where something is pushed, one for that.
+/// One front, two back and, if there is a push, one push connection.
 pub(super) const CONNECTIONS: usize = 4;
 
-/// What is simulated: a link, a device, who reads and writes.
+/// A simulated case: a link, a device, readers and writers.
 #[derive(Clone, Copy)]
 pub(super) struct Scenario {
-    /// Bytes a second, each way.
+    /// Bytes per second, in each direction.
     pub(super) rate: f64,
     pub(super) round_trip: f64,
     pub(super) chunk: u32,
     pub(super) chunks: u64,
-    /// Whether the link is cut now and then, and some chunks come with a wrong digest.
+    /// Whether the link breaks occasionally, and some chunks arrive with a wrong digest.
     pub(super) faults: bool,
     /// Foreground reads per second.
     pub(super) reads: f64,
-    /// Seconds that a machine takes at most until it does something about what came.
+    /// Maximum delay until a host processes received data, in seconds.
     pub(super) turn: f64,
-    /// Bytes in flight, where they are not found out.
+    /// Fixed window in bytes; else it is measured.
     pub(super) window: Option<u64>,
-    /// What the mount writes to.
+    /// The mount's disk.
     pub(super) disk: Disk,
     /// How well the image compresses.
     pub(super) left: Compressed,
-    /// What is pushed; then nothing is pulled in the background unless it says so.
+    /// The push; with one, nothing is pulled in the background unless it says so.
     pub(super) writes: Option<Writes>,
 }
 
@@ -34,11 +34,11 @@ pub(super) struct Scenario {
 #[derive(Clone, Copy)]
 pub(super) enum Compressed {
     All,
-    /// This share of each chunk.
+    /// Each chunk to this share.
     Share(f32),
-    /// Nothing of so many chunks, all of the rest.
+    /// So many chunks to nothing, the rest not at all.
     After(u64),
-    /// Runs of up to 12 MiB of what is between zeros and noise.
+    /// Runs of up to 12 MiB, each between zeros and noise.
     Mixed,
 }
 
@@ -61,18 +61,18 @@ impl Scenario {
         }
     }
 
-    /// Connections that are opened.
+    /// Connections to open.
     pub(super) fn connections(&self) -> usize {
         CONNECTIONS - usize::from(self.writes.is_none())
     }
 
-    /// Bytes a second up and down.
+    /// Bytes per second, up and down.
     pub(super) fn rates(&self) -> [f64; 2] {
         [self.writes.map_or(self.rate, |writes| writes.up), self.rate]
     }
 }
 
-/// How much of each chunk is left on the link.
+/// Compressed size of each chunk.
 pub(super) fn shares(set: &Scenario, random: &mut fastrand::Rng) -> Vec<f32> {
     let chunks = set.chunks as usize;
     let mut shares = Vec::new();

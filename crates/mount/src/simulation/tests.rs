@@ -1,4 +1,4 @@
-//! What pulls and reads get of a link.
+//! How well pulls, pushes and foreground reads use a link.
 
 use super::near::Disk;
 use super::scenario::Compressed;
@@ -48,7 +48,7 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
             let chunk = 16 << 10;
             let seconds = if mbit < 50.0 { 16.0 } else { 4.0 };
             let set = Scenario {
-                // A small part of the link, also of the slowest.
+                // A small share of the link, even of the slowest.
                 reads: match mbit {
                     ..50.0 => 25.0,
                     ..200.0 => 60.0,
@@ -60,8 +60,8 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
             let mut world = World::new(set, seed);
             world.run();
             let (used, p99, full) = (world.used(1.0), world.p99(1.0), world.full_at());
-            // Its own chunk, and what has to be in flight for a slow link not to stand still.
-            // Where a few frames are much (20 Mbit/s) the window is found late and coarsely: held to what it is.
+            // Its own chunk, and the minimum in flight that keeps a slow link busy.
+            // At 20 Mbit/s, where a few frames matter, the window is found late and coarsely, hence this bound.
             let slow = mbit < 50.0;
             let under_way = if slow { 256e3 } else { 48e3 };
             let least = if slow { 0.90 } else { 0.95 };
@@ -117,12 +117,12 @@ fn a_disk_that_pauses_costs_a_pull_the_pauses_and_not_more() {
     let mut failed = Vec::new();
     for mbit in [100.0, 400.0, 1000.0] {
         for trip in [0.002, 0.01, 0.04] {
-            // Short ones, as of other programs' writes, and long ones, as of a disk that writes back much at once.
+            // Short pauses, as caused by other programs' writes, and long ones, as of a disk that flushes much at once.
             for (every, pause) in [(0.1, 0.03), (0.5, 0.1), (1.5, 0.6)] {
                 let share = 0.4f32;
                 let set = Scenario {
                     disk: Disk {
-                        // Half as much again as the link brings.
+                        // 1.5 times the rate of the link.
                         rate: 1.5 / f64::from(share) * mbit * 1e6 / 8.0,
                         every,
                         pause,
@@ -133,7 +133,7 @@ fn a_disk_that_pauses_costs_a_pull_the_pauses_and_not_more() {
                 let mut world = World::new(set, 9);
                 world.run();
                 let used = world.used(1.0);
-                // What comes meanwhile has room in memory, up to some length of the pause.
+                // Data that arrives meanwhile fits into memory, up to some length of the pause.
                 let disk = 1.5 * (1.0 - pause / every);
                 let bridged = pause * set.disk.rate / 1.5 <= (24 << 20) as f64;
                 let least = 0.95 * disk.min(if bridged { 1.0 } else { 1.0 - pause / every });
@@ -185,7 +185,7 @@ fn a_pull_fills_the_link_when_the_data_shrinks_now_more_now_less() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// Many short answers, each too short to be told of, and then one that is longer than the window.
+/// Many short replies, each too short to be reported, and then one that is longer than the window.
 #[test]
 fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
     for seed in 0..30 {
@@ -197,7 +197,7 @@ fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
             chunks: zeros + 10,
             window: Some(window),
             left: Compressed::After(zeros),
-            // Nobody waits for anything, which would carry word of the rest.
+            // No foreground reads, whose messages would report the rest.
             reads: 0.0,
             ..Scenario::pull(100.0, 0.04, chunk, 0.0)
         };
@@ -208,19 +208,20 @@ fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
     }
 }
 
-/// What a foreground read may find before it of a push: what finds the rate, and on a slow link some parts.
+/// The queue that a push may build ahead of a foreground read: what the rate measurement needs, and on a slow link some
+/// parts.
 const PUSH_QUEUE: f64 = 0.005;
 const PUSH_PARTS: f64 = 3.0;
 
-/// Says whether a push, and what is pulled beside it, used so much of their directions while both went on, and those who
-/// read beside them waited no longer than they may.
+/// Checks that a push, and a pull beside it, reached the given utilization of their directions while both were active,
+/// and that foreground reads waited no longer than allowed.
 fn push_beside_reads(set: Scenario, writes: Writes, least: f64) -> bool {
     let mut world = World::new(set, 11);
     world.run();
     let (used, p99) = (world.pushing.used(&writes, 2.0), world.p99(2.0));
     let pull_used = if writes.pulls { world.used(2.0) } else { 1.0 };
     let part = world.scheduler.push_part() as f64;
-    // Its chunk, and what stands before its request; before its reply stands what is pulled.
+    // Its chunk, and the queue ahead of its request; ahead of its reply is the pull's queue.
     let own = 2.0 * f64::from(set.chunk) / set.rate;
     let pulled = if writes.pulls { 0.005 } else { 0.0 };
     let limit = set.round_trip + own + pulled + PUSH_QUEUE + PUSH_PARTS * part / writes.up;
@@ -245,7 +246,7 @@ fn a_read_waits_for_little_of_a_push_and_the_push_fills_the_link() {
     let mut failed = Vec::new();
     for mbit in [2.0, 10.0, 50.0, 200.0, 1000.0] {
         for trip in [0.001, 0.01, 0.04, 0.1] {
-            // What the site's disk takes is no part of the link.
+            // The time of the site's disk is no property of the link.
             for takes in [0.0005, 0.02].into_iter().skip(usize::from(mbit > 500.0)) {
                 let up = mbit * 1e6 / 8.0;
                 let writes = Writes {
@@ -269,13 +270,13 @@ fn a_read_waits_for_little_of_a_push_and_the_push_fills_the_link() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// Word of what arrived stands behind what flows the other way, and comes in bursts: neither direction takes the other's queue
-/// for its own, and gives way to it.
+/// Arrival reports queue behind data in the other direction, and come in bursts: neither direction mistakes the other's
+/// queue for its own and backs off.
 #[test]
 fn a_push_beside_a_pull_goes_on_and_a_read_waits_for_little_of_them() {
     let mut failed = Vec::new();
     for (up, down, chunk, least) in [
-        // A part takes so slow a way longer than all that a window allows for.
+        // On such a slow link, one part takes longer than any window allows for.
         (10.0, 100.0, 16, 0.7),
         (100.0, 100.0, 16, 0.85),
         (400.0, 400.0, 16, 0.85),
@@ -301,8 +302,8 @@ fn a_push_beside_a_pull_goes_on_and_a_read_waits_for_little_of_them() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// What the p99 of a foreground read beside a full pull is made of (decision 0013): the round trip, its own chunk, and the queue
-/// that its reply finds.
+/// Components of the p99 of a foreground read beside a full pull (decision 0013): the round trip, its own chunk, and
+/// the queue ahead of its reply.
 #[test]
 fn a_read_beside_a_full_pull_waits_for_its_chunk_and_a_short_queue() {
     let (mbit, trip, chunk) = (400.0, 0.04, 64 << 10);

@@ -1,25 +1,25 @@
-//! What is pushed, and how far it is.
+//! The simulated writes, and the progress of their push.
 
-/// What is pushed.
+/// The load of a push.
 #[derive(Clone, Copy)]
 pub struct Writes {
-    /// Bytes a second towards the site.
+    /// Bytes per second towards the site.
     pub up: f64,
     /// Bytes on the link.
     pub bytes: u64,
-    /// Seconds that the site takes to write a part, at most.
+    /// Maximum time in which the site writes a part, in seconds.
     pub takes: f64,
-    /// Whether a pull goes on meanwhile.
+    /// Whether a pull runs at the same time.
     pub pulls: bool,
 }
 
-/// How far it is.
+/// Its progress.
 #[derive(Default)]
 pub struct Pushing {
     pub asked: u64,
     pub came: u64,
     pub done: u64,
-    /// Bytes that were written by tenths of seconds.
+    /// Bytes written per 100 ms.
     pub tenths: Vec<u64>,
 }
 
@@ -28,7 +28,7 @@ impl Pushing {
         self.done >= writes.bytes
     }
 
-    /// The part of the link that was used from `from` seconds on until shortly before the end.
+    /// Utilization of the link from `from` seconds until shortly before the end.
     pub fn used(&self, writes: &Writes, from: f64) -> f64 {
         let (first, last) = ((from * 10.0) as usize, self.tenths.len().saturating_sub(2));
         assert!(last > first + 3, "the run is too short: {last}");

@@ -1,9 +1,9 @@
-//! What of a round trip is a queue on the way to the peer, and what on the way back, by the two clocks.
+//! Splits a round trip's queueing delay into the way to the peer and the way back, using both ends' clocks.
 //!
-//! Where bytes are sent and received at once, each direction's bytes stand before the other's word of what arrived. By round
-//! trips alone each takes the other's queue for its own, and gives way to it until nothing is left of one of them.
+//! When bytes are sent and received at once, each direction's bytes delay the other's arrival reports. By round
+//! trips alone, each direction mistakes the other's queue for its own, and backs off until one of them starves.
 //!
-//! The clocks need not agree: what counts is how much longer a way took than the shortest lately.
+//! The clocks need not agree: only the excess over the shortest recent one-way delay counts.
 
 use std::time::Duration;
 

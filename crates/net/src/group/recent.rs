@@ -1,4 +1,4 @@
-//! The least of what was seen in the last seconds.
+//! The minimum of the values of the last seconds.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -18,7 +18,7 @@ impl<T> Default for RecentMin<T> {
 }
 
 impl<T: Copy + Ord> RecentMin<T> {
-    /// Takes note of what is seen now.
+    /// Records a value.
     pub fn note(&mut self, now: Duration, value: T) {
         let second = Duration::from_secs(now.as_secs());
         match self.0.back_mut() {

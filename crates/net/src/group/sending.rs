@@ -1,7 +1,7 @@
 //! How much sent data may be in flight. It shares the path to the peer with foreground requests: whatever is sent
 //! beyond the link's capacity delays these in the network's queues, where nothing can overtake it.
 //!
-//! What counts is what has not arrived, rather than what was not answered: the peer's disk is not part of the link.
+//! Bytes count until they have arrived, rather than until they are answered: the peer's disk is not part of the link.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -33,7 +33,7 @@ const GRAIN: usize = 4096;
 const PACE: f64 = 1.1;
 const BURST: u64 = 2;
 
-/// The part of the difference by which one body changes what is held to be before requests.
+/// Smoothing factor of the queue ahead of requests: one body changes it by this part of the difference.
 const BEFORE_PART: u32 = 8;
 
 /// The peer reports that more has arrived than was sent.

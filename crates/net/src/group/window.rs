@@ -444,7 +444,7 @@ impl Window {
         }
     }
 
-    /// The link came up anew: what is known of it may no longer be so.
+    /// The link was reestablished: measurements may be outdated.
     pub fn reset(&mut self) {
         *self = Self::from(self.fixed, self.direction, self.answer);
     }

@@ -29,7 +29,7 @@ pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(
 /// The reply in the first frame after a call.
 ///
 /// # Errors
-/// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
+/// [`NetError::Refused`], or a protocol error; `peer` names the other end.
 pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetError> {
     final_reply::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "unexpected kind in a reply")))
 }
@@ -91,7 +91,7 @@ impl<R: Request> OutgoingCall<R> {
     /// What comes next. Cancel safe.
     ///
     /// # Errors
-    /// [`NetError::Refused`], or that the other end broke off or the protocol.
+    /// [`NetError::Refused`], a lost connection, or a protocol error.
     pub async fn next(&mut self) -> Result<CallEvent<R>, NetError> {
         let frame = next(&mut self.reader).await?;
         if frame.kind == kind::PROGRESS {
@@ -117,7 +117,7 @@ pub(super) async fn next(reader: &mut FrameReader) -> Result<Frame, NetError> {
     })
 }
 
-/// Calls and waits for the reply; `progress` gets what comes before it.
+/// Calls and waits for the reply; `progress` receives the messages before it.
 ///
 /// # Errors
 /// [`NetError::Refused`], as [`greet`], or that the connection broke.

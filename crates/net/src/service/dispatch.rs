@@ -142,7 +142,7 @@ impl IncomingCall {
         decode(&self.request)
     }
 
-    /// Answers the request, so that what it opens can go on. Not flushed.
+    /// Sends the reply, so that the connection can be used for what the request opened. Not flushed.
     ///
     /// # Errors
     /// That the connection broke.
