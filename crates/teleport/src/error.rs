@@ -48,9 +48,18 @@ pub enum TeleportError {
     /// The peer or this site refuses the request, or the peer cannot fulfill it.
     #[error("{0}")]
     Refused(Refusal),
-    /// The peer failed.
+    /// A separate teleporter refused a request, or failed at it.
+    #[error("the teleporter: {0}")]
+    Teleporter(Refusal),
+    /// The connection to the named role was lost.
+    #[error("the connection to the {0} was lost")]
+    Lost(&'static str),
+    /// The named role did not reply in time.
+    #[error("the {0} took too long to reply")]
+    Timeout(&'static str),
+    /// This process failed, or ended the operation.
     #[error("{0}")]
-    Remote(String),
+    Failed(String),
     /// The site's stored state cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),

@@ -2,6 +2,7 @@
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
+use drover_net::{Code, Refusal, encode};
 use drover_store::DataBits;
 
 use super::*;
@@ -76,7 +77,11 @@ fn a_plan_and_what_has_it() {
     let answer = encode_answer(&Ok(Answer::Plan(plan)));
     assert_eq!(answer, [&[1][..], &bytes].concat());
     assert_eq!(encode_answer(&Ok(Answer::Done)), [0]);
-    assert_eq!(encode_answer(&Err("no".into())), [2, b'n', b'o']);
+    let refusal = Refusal::new(Code::Failed, "no");
+    assert_eq!(
+        encode_answer(&Err(refusal.clone())),
+        [&[2], encode(&refusal).as_slice()].concat()
+    );
 }
 
 #[test]

@@ -126,8 +126,7 @@ impl Link {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let why = "the teleporter took too long to reply";
-                return Err(TeleportError::Remote(why.into()));
+                return Err(TeleportError::Timeout("teleporter"));
             }
             std::thread::park_timeout(left);
         }
@@ -156,7 +155,8 @@ impl RemoteLink {
                 "expected a reply of the teleporter".into(),
             ));
         }
-        decode_answer(&frame.payload, blocks)?.map_err(TeleportError::Remote)
+        decode_answer(&frame.payload, blocks)?
+            .map_err(|refusal| TeleportError::Teleporter(refusal.tidy()))
     }
 }
 
@@ -166,7 +166,7 @@ pub(crate) fn wrong_answer() -> TeleportError {
 }
 
 fn gone() -> TeleportError {
-    TeleportError::Remote("the connection to the teleporter was lost".into())
+    TeleportError::Lost("teleporter")
 }
 
 /// Handles an event at the local teleporter. Its lock is not held during disk syncs, so others do not wait for them.

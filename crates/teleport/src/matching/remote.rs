@@ -2,7 +2,9 @@
 
 use drover_index::Probe;
 use drover_net::service::{self, IncomingCall, read_reply};
-use drover_net::{ConnectOptions, Frame, Identity, KeepAlive, NetError, PeerKey, connect_any};
+use drover_net::{
+    Code, ConnectOptions, Frame, Identity, KeepAlive, NetError, PeerKey, Refusal, connect_any,
+};
 
 use super::link::{LocalTeleporter, RemoteLink, handle};
 use super::wire::{decode_event, encode_answer};
@@ -36,7 +38,7 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
     service::open(&mut writer, &BeginMatching).await?;
     writer.flush().await?;
     let refused = |e| match e {
-        NetError::Refused(r) => TeleportError::Remote(format!("the teleporter refused: {r}")),
+        NetError::Refused(refusal) => TeleportError::Teleporter(refusal),
         e => e.into(),
     };
     let reply = read_reply::<BeginMatching>(&mut reader).await;
@@ -91,10 +93,12 @@ pub async fn serve_teleporter(
                     probe = Probe::default();
                 }
                 let known = shared.lock().probe(&mut probe, &batch);
-                let known = known.map(Answer::Known).map_err(|e| e.to_string());
+                let known = known
+                    .map(Answer::Known)
+                    .map_err(|e| TeleportError::from(e).into());
                 (known, probe)
             }
-            event => (handle(&shared, event).map_err(|e| e.to_string()), probe),
+            event => (handle(&shared, event).map_err(Refusal::from), probe),
         })
         .await;
         let answer = match answer {
@@ -104,7 +108,7 @@ pub async fn serve_teleporter(
             }
             Err(_) => {
                 probe = Probe::default();
-                Err("the teleporter stopped".into())
+                Err(Refusal::new(Code::Failed, "it stopped"))
             }
         };
         let frame = Frame {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use drover_core::put_varint;
 use drover_index::{ImageId, MAX_FREED};
+use drover_net::{Refusal, decode, encode};
 
 use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan};
 use crate::protocol::BATCH_BLOCKS;
@@ -76,13 +77,13 @@ fn segments(r: &mut Reader<'_>) -> Result<u32, Malformed> {
     u32::try_from(n).map_err(|_| r.malformed())
 }
 
-/// Encodes an answer, or the error message instead of one, as the payload of a PLAN frame.
+/// Encodes an answer, or a refusal instead of one, as the payload of a PLAN frame.
 #[must_use]
-pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
+pub fn encode_answer(answer: &Result<Answer, Refusal>) -> Vec<u8> {
     match answer {
         Ok(Answer::Done) => vec![0],
         Ok(Answer::Plan(plan)) => [vec![1], encode_plan(plan)].concat(),
-        Err(message) => [vec![2], message.as_bytes().to_vec()].concat(),
+        Err(refusal) => [vec![2], encode(refusal)].concat(),
         Ok(Answer::Images(images)) => {
             let mut out = vec![3];
             put_varint(&mut out, images.len() as u64);
@@ -117,13 +118,16 @@ pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
 ///
 /// # Errors
 /// When it is not a valid answer.
-pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>, Malformed> {
+pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, Refusal>, Malformed> {
     debug_assert!(blocks <= BATCH_BLOCKS);
     let mut r = Reader::new(bytes, "plan");
     match r.byte()? {
         0 => r.end().map(|()| Ok(Answer::Done)),
         1 => Ok(Ok(Answer::Plan(decode_plan(r.rest(), blocks)?))),
-        2 => Ok(Err(String::from_utf8_lossy(r.rest()).into_owned())),
+        2 => {
+            let malformed = r.malformed();
+            decode(r.rest()).map(Err).map_err(|_| malformed)
+        }
         3 => {
             let n = r.at_most(MAX_LISTED)?;
             let images = (0..n).map(|_| r.varint().map(ImageId));
@@ -154,6 +158,7 @@ pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>
 mod tests {
     use super::*;
     use crate::codec::any_batch;
+    use drover_net::Code;
     use proptest::prelude::*;
 
     proptest! {
@@ -195,7 +200,7 @@ mod tests {
             Ok(Answer::Freed(
                 (0..MAX_FREED as u32).map(|i| u32::MAX - i).collect(),
             )),
-            Err("disk full".to_string()),
+            Err(Refusal::new(Code::NoSpace, "disk full")),
         ] {
             assert_eq!(decode_answer(&encode_answer(&a), 0), Ok(a));
         }

@@ -257,7 +257,7 @@ impl LiteralSender {
             let on_core = time_on_core();
             let packing = packer
                 .pack(&buffer[..at], self.pace.effort(), &mut packed)
-                .map_err(|e| TeleportError::Remote(format!("cannot compress: {e}")))?;
+                .map_err(|e| TeleportError::Failed(format!("cannot compress: {e}")))?;
             let on_core = time_on_core().saturating_sub(on_core);
             let header = LiteralHeader {
                 slot,

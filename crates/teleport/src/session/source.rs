@@ -98,7 +98,7 @@ impl Sender {
     pub fn skips(&self, error: &TeleportError) -> bool {
         let of_image = match error {
             TeleportError::Refused(r) => self.open && r.code != Code::Untrusted,
-            TeleportError::Remote(_) => self.open,
+            TeleportError::Failed(_) => self.open,
             TeleportError::SourceChanged(_)
             | TeleportError::Image(_)
             | TeleportError::File { .. } => true,
@@ -275,7 +275,7 @@ impl Sender {
         if let Err(e) = &end
             && !matches!(e, TeleportError::Net(_))
             // A destination that refused the offer already knows.
-            && (machine.is_accepted() || !matches!(e, TeleportError::Refused(_) | TeleportError::Remote(_)))
+            && (machine.is_accepted() || !matches!(e, TeleportError::Refused(_) | TeleportError::Failed(_)))
         {
             let discard = matches!(e, TeleportError::SourceChanged(_));
             let give_up = GiveUp {
@@ -516,7 +516,7 @@ impl Sender {
             let read = |block, out: &mut [u8]| read_image(&image, block, out).is_ok();
             estimate::literal_bytes(&blocks, total, read, || *stop.borrow())
         });
-        let ended = |e: tokio::task::JoinError| TeleportError::Remote(e.to_string());
+        let ended = |e: tokio::task::JoinError| TeleportError::Failed(e.to_string());
         let data = sampled.await.map_err(ended)?;
         let data = data.ok_or(TeleportError::Stopped)?;
         let wire = self.counters.wire();

@@ -212,12 +212,12 @@ impl Site {
             .file_name()
             .and_then(|n| n.to_str())
             .unwrap_or_default();
-        let name = ImageName::new(name).map_err(|e| TeleportError::Remote(e.to_string()))?;
+        let name = ImageName::new(name).map_err(|e| TeleportError::Failed(e.to_string()))?;
         if let Some(old) = self.images.by_name(&name)
             && old.path != path
         {
             let there = old.path.display();
-            return Err(TeleportError::Remote(format!(
+            return Err(TeleportError::Failed(format!(
                 "{}: an image of that name is at {there}; rename one of them",
                 path.display()
             )));

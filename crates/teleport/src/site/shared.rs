@@ -220,7 +220,7 @@ impl Site {
         let lone = matches!(self.matching, Matching::Remote(_));
         if lone && (self.behind.load(Ordering::Relaxed) || Handle::try_current().is_err()) {
             let why = "the teleporter does not know all images of this site yet";
-            return Err(TeleportError::Remote(why.into()));
+            return Err(TeleportError::Failed(why.into()));
         }
         let (budget, have) = (self.sequence_budget(), self.sequences.segments());
         let link = self.matching.link()?;
@@ -235,7 +235,7 @@ impl Site {
         let turn = self.trimmings.lock();
         match *turn == trim.turn {
             true => self.free_next(trim),
-            false => Err(TeleportError::Remote(
+            false => Err(TeleportError::Failed(
                 "another trimming began, to make space for an image".into(),
             )),
         }
@@ -246,7 +246,7 @@ impl Site {
     /// previous one is applied, so there is nothing to wait for.
     fn plans_taken(&self, trim: &Trimming) -> Result<(), TeleportError> {
         match trim.link {
-            Link::Remote(_) if !self.matched.settled(SETTLE) => Err(TeleportError::Remote(
+            Link::Remote(_) if !self.matched.settled(SETTLE) => Err(TeleportError::Failed(
                 "timed out waiting for plans in flight".into(),
             )),
             _ => Ok(()),
@@ -290,7 +290,7 @@ impl Site {
         let link = self.matching.link()?;
         let turn = self.trimmings.try_lock_for(TURN);
         let mut turn = turn.ok_or_else(|| {
-            TeleportError::Remote("timed out waiting for another trimming of sequence data".into())
+            TeleportError::Failed("timed out waiting for another trimming of sequence data".into())
         })?;
         let (mut trim, used) = begin_trimming(link, &mut turn, u32::MAX, 0)?;
         // Do not trust the count of a remote teleporter: cap it at the configured size.

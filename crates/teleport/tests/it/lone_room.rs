@@ -111,7 +111,7 @@ impl Mortal {
             let event = decode_event(&frame.payload)?;
             let mortal = self.clone();
             let answered = tokio::task::spawn_blocking(move || handle(&mortal.teleporter, event));
-            let answer = answered.await.unwrap().map_err(|e| e.to_string());
+            let answer = answered.await.unwrap().map_err(drover_net::Refusal::from);
             if let Ok(Answer::Freed(segments)) = &answer {
                 self.freed.fetch_add(segments.len(), Ordering::Relaxed);
                 if !segments.is_empty() && self.dies.swap(false, Ordering::Relaxed) {

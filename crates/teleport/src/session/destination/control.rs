@@ -61,7 +61,7 @@ impl Session {
         self.out
             .send(frame)
             .await
-            .map_err(|_| TeleportError::Remote("the connection to the source was lost".into()))
+            .map_err(|_| TeleportError::Lost("source"))
     }
 
     pub async fn refuse(
@@ -97,7 +97,7 @@ impl Session {
 }
 
 pub fn stopped() -> TeleportError {
-    TeleportError::Remote("the site stopped".into())
+    TeleportError::Failed("the site stopped".into())
 }
 
 pub async fn wait_true(mut flag: watch::Receiver<bool>) {

@@ -335,7 +335,7 @@ impl Driver<'_> {
         self.lap.busy(stage);
         let sent = self.out.blocking_send(frame);
         self.lap.wait(stage);
-        sent.map_err(|_| TeleportError::Remote("the connection to the source was lost".into()))
+        sent.map_err(|_| TeleportError::Lost("source"))
     }
 
     fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {

@@ -90,7 +90,7 @@ fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
 
 /// The error of a session whose transfer was taken over by a newer session.
 pub fn taken_over() -> TeleportError {
-    TeleportError::Remote("a newer session took the transfer over".into())
+    TeleportError::Failed("a newer session took the transfer over".into())
 }
 
 /// Checks an offer and opens its transfer, resuming that of an earlier session if there is one.

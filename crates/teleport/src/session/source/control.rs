@@ -56,7 +56,7 @@ impl Control {
             loop {
                 match self.next().await {
                     Ok(_) => {}
-                    Err(e @ (TeleportError::Refused(_) | TeleportError::Remote(_))) => {
+                    Err(e @ TeleportError::Refused(_)) => {
                         return Some(e);
                     }
                     Err(_) => return None,
