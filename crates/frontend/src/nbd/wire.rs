@@ -35,111 +35,162 @@ pub mod handshake {
 }
 
 /// Options.
-#[allow(missing_docs)]
 pub mod option {
+    /// Chooses an export and ends the negotiation; old style.
     pub const EXPORT_NAME: u32 = 1;
+    /// Ends the negotiation.
     pub const ABORT: u32 = 2;
+    /// Lists the exports.
     pub const LIST: u32 = 3;
+    /// Changes to TLS.
     pub const STARTTLS: u32 = 5;
+    /// Asks about an export.
     pub const INFO: u32 = 6;
+    /// Asks about an export and begins transmission.
     pub const GO: u32 = 7;
+    /// Asks for structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
+    /// Lists metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
+    /// Chooses metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// Replies to options.
-#[allow(missing_docs)]
 pub mod reply {
+    /// The option is done.
     pub const ACK: u32 = 1;
+    /// An export of the list.
     pub const SERVER: u32 = 2;
+    /// Information about an export.
     pub const INFO: u32 = 3;
+    /// A metadata context and its id.
     pub const META_CONTEXT: u32 = 4;
+    /// Unknown option.
     pub const ERR_UNSUP: u32 = 1 << 31 | 1;
+    /// Invalid option data.
     pub const ERR_INVALID: u32 = 1 << 31 | 3;
+    /// TLS is required first.
     pub const ERR_TLS_REQD: u32 = 1 << 31 | 5;
+    /// Unknown export.
     pub const ERR_UNKNOWN: u32 = 1 << 31 | 6;
+    /// The client must ask for block sizes.
     pub const ERR_BLOCK_SIZE_REQD: u32 = 1 << 31 | 8;
+    /// The option is too long.
     pub const ERR_TOO_BIG: u32 = 1 << 31 | 9;
 }
 
 /// Information types of `INFO` and `GO`.
-#[allow(missing_docs)]
 pub mod info {
+    /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
+    /// Name of the export.
     pub const NAME: u16 = 1;
+    /// Text about the export.
     pub const DESCRIPTION: u16 = 2;
+    /// Minimum, preferred and maximum block size.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
 /// Transmission flags of an export.
-#[allow(missing_docs)]
 pub mod transmission {
+    /// The flags are valid; always set.
     pub const HAS_FLAGS: u16 = 1;
+    /// Writes are refused.
     pub const READ_ONLY: u16 = 1 << 1;
+    /// `FLUSH` is supported.
     pub const SEND_FLUSH: u16 = 1 << 2;
+    /// The flag `FUA` is supported.
     pub const SEND_FUA: u16 = 1 << 3;
+    /// `TRIM` is supported.
     pub const SEND_TRIM: u16 = 1 << 5;
+    /// `WRITE_ZEROES` is supported.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    /// The flag `DF` is supported.
     pub const SEND_DF: u16 = 1 << 7;
+    /// Connections see each other's writes, and a flush covers all of them.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    /// `CACHE` is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
+    /// The flag `FAST_ZERO` is supported.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
 /// Requests.
-#[allow(missing_docs)]
 pub mod command {
+    /// Reads a range.
     pub const READ: u16 = 0;
+    /// Writes a range.
     pub const WRITE: u16 = 1;
+    /// Ends the connection.
     pub const DISCONNECT: u16 = 2;
+    /// Makes completed writes durable.
     pub const FLUSH: u16 = 3;
+    /// Discards a range.
     pub const TRIM: u16 = 4;
+    /// Reads a range ahead, without a reply of data.
     pub const CACHE: u16 = 5;
+    /// Writes zeros to a range.
     pub const WRITE_ZEROES: u16 = 6;
+    /// Asks for the extents of a range.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
 /// Flags of a request.
-#[allow(missing_docs)]
 pub mod flag {
+    /// The write is durable before the reply.
     pub const FUA: u16 = 1;
+    /// Zeros stay allocated.
     pub const NO_HOLE: u16 = 1 << 1;
+    /// The data of a read comes in one chunk.
     pub const DF: u16 = 1 << 2;
+    /// One extent is enough.
     pub const REQ_ONE: u16 = 1 << 3;
+    /// Zeros only if faster than writing them.
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
 /// Chunks of a structured reply.
-#[allow(missing_docs)]
 pub mod chunk {
+    /// Nothing; ends a reply.
     pub const NONE: u16 = 0;
+    /// Data at an offset.
     pub const OFFSET_DATA: u16 = 1;
+    /// A hole at an offset.
     pub const OFFSET_HOLE: u16 = 2;
+    /// Extents.
     pub const BLOCK_STATUS: u16 = 5;
+    /// An error number and a message.
     pub const ERROR: u16 = 1 << 15 | 1;
     /// The flag of the last chunk.
     pub const DONE: u16 = 1;
 }
 
 /// `base:allocation`: flags of an extent.
-#[allow(missing_docs)]
 pub mod allocation {
+    /// Name of the context.
     pub const NAME: &str = "base:allocation";
     /// The context id chosen by the server.
     pub const ID: u32 = 1;
+    /// The extent takes no space.
     pub const HOLE: u32 = 1;
+    /// The extent reads as zeros.
     pub const ZERO: u32 = 2;
 }
 
 /// Errors of requests.
-#[allow(missing_docs)]
 pub mod errno {
+    /// Not permitted: the export is read-only.
     pub const EPERM: u32 = 1;
+    /// Input or output error.
     pub const EIO: u32 = 5;
+    /// Invalid request.
     pub const EINVAL: u32 = 22;
+    /// No space left.
     pub const ENOSPC: u32 = 28;
+    /// Not supported.
     pub const ENOTSUP: u32 = 95;
+    /// The server is shutting down.
     pub const ESHUTDOWN: u32 = 108;
 }
 
