@@ -1,4 +1,4 @@
-//! The metrics of a site and of mounts, in Prometheus's text format. All metric names are in this file.
+//! The metrics of a site and of mounts, in OpenMetrics text. All metric names are in this file.
 
 use std::fmt;
 use std::sync::Arc;

@@ -78,7 +78,7 @@ pub struct OfSite {
 }
 
 impl Server {
-    /// The metrics in Prometheus's text format.
+    /// The metrics in OpenMetrics text.
     pub async fn metrics_text(self: &Arc<Self>) -> Result<String> {
         Ok(self.metrics.render(self.status().await?))
     }

@@ -13,7 +13,7 @@ use crate::status::Status;
 pub struct GetStatus;
 request!(GetStatus: "site.status", Manage, () => Status);
 
-/// Request: its metrics, in Prometheus's text format.
+/// Request: its metrics, in OpenMetrics text.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GetMetrics;
 request!(GetMetrics: "site.metrics", Manage, () => String);
