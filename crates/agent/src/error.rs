@@ -319,7 +319,7 @@ pub fn one_line(error: &(dyn StdError + 'static)) -> String {
     // Some errors already include their cause; do not repeat it.
     let mut line = String::new();
     for cause in chain(error) {
-        let text = cause.to_string();
+        let text = plain(&cause.to_string());
         if !says(&line, &text) {
             if !line.is_empty() {
                 line.push_str(": ");
@@ -330,10 +330,23 @@ pub fn one_line(error: &(dyn StdError + 'static)) -> String {
     clean(&line)
 }
 
-/// Whether the line already contains the cause, perhaps without its initial capital or OS error number.
+/// Whether the line already contains the cause, perhaps without its initial capital.
 fn says(line: &str, cause: &str) -> bool {
-    let words = cause.split(" (os error ").next().unwrap_or(cause);
-    line.to_lowercase().contains(&words.to_lowercase())
+    line.to_lowercase().contains(&cause.to_lowercase())
+}
+
+/// The text without the numbers and the capitals of errors of the operating system.
+fn plain(text: &str) -> String {
+    let mut parts = text.split(" (os error ");
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let start = out.rfind(": ").map_or(0, |at| at + 2);
+        if let Some(first) = out.get_mut(start..start + 1) {
+            first.make_ascii_lowercase();
+        }
+        out += part.split_once(')').map_or(part, |(_, rest)| rest);
+    }
+    out
 }
 
 #[cfg(test)]
@@ -380,6 +393,15 @@ mod tests {
     fn a_cause_is_said_once_and_without_control_characters() {
         let e = Error::msg("no\x1b[31m such\nfile").context("cannot read x: no\x1b[31m such\nfile");
         assert_eq!(one_line(&e), "cannot read x: no\\u{1b}[31m such\\nfile");
+        let gone = std::io::Error::from_raw_os_error(2);
+        let e = Error::msg(format!(
+            "nofile: cannot open the image: {gone}; try another"
+        ));
+        assert_eq!(
+            one_line(&e),
+            "nofile: cannot open the image: no such file or directory; try another"
+        );
+        assert_eq!(one_line(&gone), "no such file or directory");
         let e = Error::from(std::io::Error::from_raw_os_error(98))
             .context("cannot listen on [::]:7377: address already in use");
         assert_eq!(

@@ -89,7 +89,7 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
         name: home.name(),
         addresses: addresses::saved(&catalog)?,
     };
-    let call = Call::on(connection, shown);
+    let call = Call::on(connection, Some(shown));
     let calls_itself = call.ask(&request, |()| {}).await?;
     let name = match name {
         Some(name) => name,

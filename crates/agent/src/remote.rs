@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
+use crate::text::clean;
 
 /// Longest path that fits into a Unix socket address, with room for a temporary suffix.
 const MAX_SOCKET_PATH: usize = 90;
@@ -18,7 +19,8 @@ const MAX_SOCKET_PATH: usize = 90;
 /// A connection to a site, for one request.
 pub struct Call {
     connection: Connection,
-    who: String,
+    /// A peer's name, for messages.
+    peer: Option<String>,
 }
 
 impl Call {
@@ -35,7 +37,7 @@ impl Call {
         }
         let options = ConnectOptions::named(&peer.name);
         let connection = connect_any(&peer.addresses, identity, &peer.key, &options).await?;
-        Ok(Call::on(connection, &peer.name))
+        Ok(Call::on(connection, Some(&peer.name)))
     }
 
     /// Connects to the running site of this home; `None` when none runs.
@@ -45,7 +47,7 @@ impl Call {
     pub async fn local(home: &Home) -> Result<Option<Call>> {
         let socket = SocketPath::of(&home.socket())?;
         if let Ok(connection) = connect_unix(socket.path()).await {
-            return Ok(Some(Call::on(connection, "the running site")));
+            return Ok(Some(Call::on(connection, None)));
         }
         // The lock distinguishes a site that does not reply from one that is not running.
         match home.used_by()? {
@@ -57,11 +59,11 @@ impl Call {
         }
     }
 
-    /// Uses a connection made elsewhere; `who` names the other end in messages.
-    pub fn on(connection: Connection, who: &str) -> Call {
+    /// Uses a connection to a peer or to the running site that was made elsewhere.
+    pub fn on(connection: Connection, peer: Option<&str>) -> Call {
         Call {
             connection,
-            who: who.into(),
+            peer: peer.map(str::to_owned),
         }
     }
 
@@ -75,9 +77,12 @@ impl Call {
         progress: impl FnMut(R::Progress),
     ) -> Result<R::Reply> {
         let reply = service::call(self.connection, request, progress).await;
-        reply.map_err(|e| match e {
-            NetError::Refused(refusal) => Error::of_peer(&self.who, &refusal),
-            e => e.into(),
+        reply.map_err(|e| match (e, &self.peer) {
+            (NetError::Refused(refusal), Some(peer)) => Error::of_peer(peer, &refusal),
+            (NetError::Refused(refusal), None) => {
+                Error::coded(refusal.code, clean(&refusal.message))
+            }
+            (e, _) => e.into(),
         })
     }
 

@@ -364,12 +364,12 @@ async fn finish(
         recovery.stop.store(true, Relaxed);
     }
     tracing::info!(
-        "stopping; {} open",
-        crate::text::count(talks.len(), "conversation")
+        "stopping: {} open",
+        crate::text::count(talks.len(), "connection")
     );
     let all = async { while talks.join_next().await.is_some() {} };
     if tokio::time::timeout(STOP_LIMIT, all).await.is_err() {
-        tracing::warn!("conversations did not end within {STOP_LIMIT:?}; cutting them");
+        tracing::warn!("connections did not end within {STOP_LIMIT:?}: closing them");
         talks.shutdown().await;
     }
     if let Some(recovery) = recovery {

@@ -1,5 +1,6 @@
 //! Text input and output: sanitizing untrusted text, parsing and formatting quantities.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytesize::ByteSize;
@@ -125,6 +126,20 @@ fn duration(text: &str) -> Option<Duration> {
     }
     let rest: jiff::SignedDuration = rest.parse().ok()?;
     whole.checked_add(Duration::try_from(rest).ok()?)
+}
+
+/// Parses an address to listen on.
+///
+/// # Errors
+/// A message for the user.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let address = text.parse();
+    address.map_err(|_| {
+        format!(
+            "{:?} is not an address: use ADDR:PORT, such as 0.0.0.0:7377",
+            clean(text)
+        )
+    })
 }
 
 /// Formats a number of bytes in binary units: `1.5 GiB`.

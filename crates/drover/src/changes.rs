@@ -205,14 +205,18 @@ async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
     if args.json {
         return out::json(&merged);
     }
+    if merged.changed_bytes == 0 && !merged.merged {
+        out::note(&format!(
+            "drover: {} has no changes: nothing to merge",
+            args.name
+        ));
+        return Ok(());
+    }
     out::line(&clean(&description(&args, &merged)))
 }
 
 fn description(args: &MergeArgs, m: &Merged) -> String {
     let name = &args.name;
-    if m.changed_bytes == 0 && !m.merged {
-        return format!("{name} has no changes: nothing to merge");
-    }
     let changed = bytes(m.changed_bytes);
     let place = match &args.rename {
         Some(rename) => format!("{rename}, a new {} image", m.format),

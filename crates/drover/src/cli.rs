@@ -134,7 +134,7 @@ pub struct InitArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub images: Option<PathBuf>,
     /// Address that serve listens on [default: 0.0.0.0:7377]
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = text::parse_address)]
     pub listen: Option<SocketAddr>,
     /// Print one JSON object
     #[arg(long)]
@@ -145,13 +145,13 @@ pub struct InitArgs {
 #[derive(Debug, Args)]
 pub struct ListenArgs {
     /// Address to listen on; port 0 picks a free port [default: config.toml, else 0.0.0.0:7377]
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = text::parse_address)]
     pub listen: Option<SocketAddr>,
     /// Address to put into tickets instead of the local ones, for example behind NAT; repeatable
     #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
     pub advertise: Vec<String>,
     /// Address on which to serve Prometheus metrics over HTTP at /metrics [default: config.toml, else none]
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = text::parse_address)]
     pub metrics_listen: Option<SocketAddr>,
 }
 

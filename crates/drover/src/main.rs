@@ -26,7 +26,7 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
-use drover_agent::error::kind_of;
+use drover_agent::error::{Kind, kind_of};
 use drover_agent::home::Home;
 
 fn main() -> ExitCode {
@@ -38,7 +38,10 @@ fn main() -> ExitCode {
         cli.command,
         Command::Serve(_) | Command::Teleporter(_) | Command::MountDaemon { .. }
     );
-    log(cli.verbose, serves);
+    if let Err(e) = log(cli.verbose, serves) {
+        out::note(&format!("drover: {e}"));
+        return ExitCode::from(Kind::Usage as u8);
+    }
     if serves_kernel(&cli.command) {
         // Before any thread starts: threads inherit it.
         drover_agent::mounts::survive_write_back();
@@ -134,17 +137,19 @@ where
 }
 
 /// Sets up logging to stderr: warnings by default, info in a server, more with `-v`.
-fn log(verbose: u8, serves: bool) {
+fn log(verbose: u8, serves: bool) -> Result<(), String> {
     let level = match verbose + u8::from(serves) {
         0 => "warn",
         1 => "info",
         2 => "debug",
         _ => "trace",
     };
-    let filter = std::env::var("DROVER_LOG")
-        .ok()
-        .and_then(|f| EnvFilter::try_new(f).ok())
-        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level}")));
+    let filter = match std::env::var("DROVER_LOG") {
+        Ok(filter) => EnvFilter::try_new(&filter).map_err(|_| {
+            format!("DROVER_LOG={filter}: not a log filter: use a level or MODULE=LEVEL, such as drover_net=debug")
+        })?,
+        Err(_) => EnvFilter::new(format!("warn,drover={level}")),
+    };
     let stderr = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -154,4 +159,5 @@ fn log(verbose: u8, serves: bool) {
         // Its own error messages would panic when stderr is closed.
         .log_internal_errors(false)
         .init();
+    Ok(())
 }

@@ -26,6 +26,7 @@ pub struct Config {
     /// The name this site gives itself to others; the host name by default.
     pub name: Option<String>,
     /// Listen address of `serve`.
+    #[serde(default, deserialize_with = "address")]
     pub listen: Option<SocketAddr>,
     /// Addresses to put into tickets, when they differ from those the host has itself (NAT).
     #[serde(default)]
@@ -38,6 +39,7 @@ pub struct Config {
     /// The peer used as teleporter instead of this site's own matcher.
     pub teleporter: Option<String>,
     /// Listen address for Prometheus scrapes over HTTP.
+    #[serde(default, deserialize_with = "address")]
     pub metrics_listen: Option<SocketAddr>,
     /// Space to keep free on the images' file system, as in `"1GiB"`.
     #[serde(default, deserialize_with = "size")]
@@ -129,8 +131,15 @@ impl Config {
         toml::from_str(&content).map_err(|e| {
             let line = e
                 .span()
-                .map_or(1, |s| 1 + content[..s.start].matches('\n').count());
-            msg!("{}, line {line}: {}", path.display(), e.message())
+                .map_or(0, |s| content[..s.start].matches('\n').count());
+            let key = content.lines().nth(line).and_then(|l| l.split_once('='));
+            let key = key.map_or(String::new(), |(key, _)| format!(" ({})", key.trim()));
+            msg!(
+                "{}, line {}{key}: {}",
+                path.display(),
+                line + 1,
+                e.message()
+            )
         })
     }
 
@@ -150,11 +159,32 @@ impl Config {
     }
 }
 
-fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+/// Reads a text by the rule of the command line.
+fn parsed<'de, T, D: Deserializer<'de>>(
+    d: D,
+    parse: fn(&str) -> Result<T, String>,
+) -> Result<Option<T>, D::Error> {
     let text = String::deserialize(d)?;
-    text::parse_rate(&text)
-        .map(Some)
-        .map_err(serde::de::Error::custom)
+    parse(&text).map(Some).map_err(serde::de::Error::custom)
+}
+
+fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    parsed(d, text::parse_rate)
+}
+
+fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    parsed(d, text::parse_size)
+}
+
+fn address<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D::Error> {
+    parsed(d, text::parse_address)
+}
+
+fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
+    parsed(d, |text| match text {
+        "forever" => Ok(Age::Forever),
+        text => text::parse_duration(text).map(Age::At),
+    })
 }
 
 /// A retention period.
@@ -162,22 +192,6 @@ fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
 enum Age {
     At(Duration),
     Forever,
-}
-
-fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
-    let text = String::deserialize(d)?;
-    if text == "forever" {
-        return Ok(Some(Age::Forever));
-    }
-    let age = text::parse_duration(&text).map_err(serde::de::Error::custom)?;
-    Ok(Some(Age::At(age)))
-}
-
-fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
-    let text = String::deserialize(d)?;
-    text::parse_size(&text)
-        .map(Some)
-        .map_err(serde::de::Error::custom)
 }
 
 #[cfg(test)]
@@ -228,8 +242,19 @@ mod tests {
             e.contains("config.toml, line 2") && e.contains("lisen"),
             "{e}"
         );
-        assert!(load("limit = \"fast\"").is_err());
-        assert!(load("keep-unfinished = \"soon\"").is_err());
+        for (line, says) in [
+            ("limit = \"fast\"", "line 1 (limit): \"fast\" is not a rate"),
+            ("limit = 5", "line 1 (limit): invalid type"),
+            (
+                "\nlisten = \"foo\"",
+                "line 2 (listen): \"foo\" is not an address",
+            ),
+            ("metrics-listen = \":1\"", "(metrics-listen): "),
+            ("keep-unfinished = \"soon\"", "is not a duration"),
+        ] {
+            let e = load(line).unwrap_err().to_string();
+            assert!(e.contains(says), "{e}");
+        }
         let forever = load("keep-unfinished = \"forever\"").unwrap();
         assert_eq!(forever.keep_unfinished(), None);
         let hours = load("keep-unfinished = \"36h\"").unwrap();

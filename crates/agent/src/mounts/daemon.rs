@@ -14,7 +14,7 @@ use super::control::{self, GetStatus, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::left::Left;
-use super::record::{Kept, Place, Record, boot};
+use super::record::{Front, Kept, Place, Record, boot};
 use super::start::Ready;
 use super::status::{State, Status};
 use crate::error::{Context, Error, Result, bail, failed, one_line};
@@ -124,7 +124,12 @@ async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<D
             Ok(disk) => disks.push(disk),
             Err(e) => {
                 close_quietly(&disks, place);
-                return Err(e).with_context(|| format!("cannot mount {image}"));
+                let cannot = match record.front {
+                    Front::File { .. } => "cannot mount",
+                    Front::Nbd { .. } => "cannot export",
+                    Front::Kernel { .. } => "cannot attach",
+                };
+                return Err(e).with_context(|| format!("{cannot} {image}"));
             }
         }
     }

@@ -21,9 +21,9 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
             "its changes are being merged; try again when that is done, or end the merge with `drover mounts break {name}`"
         )),
         (Some(holder), _) => Some(format!(
-            "{} of {} holds its write lease: unmount it there, or revoke the lease with `drover mounts break {name}` at the site that has the image",
-            clean(&holder.note),
-            clean(&holder.peer_name)
+            "{} holds its write lease (mount {}): unmount it there, or revoke the lease with `drover mounts break {name}` at the site that has the image",
+            clean(&holder.peer_name),
+            clean(&holder.note)
         )),
         (None, Some(reader)) => Some(format!(
             "{} has it mounted; unmount it there",

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
+use drover_agent::error::{Error, Result};
 use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, Target};
 use drover_agent::text;
 use drover_core::ImageName;
 
 use super::values::image_name;
-use crate::failure::usage;
 
 /// The size of a disk is a multiple of this, as front ends count in sectors.
 const SECTOR: u64 = 512;
@@ -178,9 +178,9 @@ impl OptionArgs {
     ///
     /// # Errors
     /// Usage: an option means nothing for one of them.
-    pub fn of(self, images: &[Target]) -> anyhow::Result<mounts::How> {
+    pub fn of(self, images: &[Target]) -> Result<mounts::How> {
         for image in images {
-            self.check(image).map_err(usage)?;
+            self.check(image).map_err(Error::usage)?;
         }
         Ok(mounts::How {
             read_only: self.read_only,

@@ -281,7 +281,15 @@ impl Show {
 
     fn show(&self, sample: &Sample) {
         let percent = sample.done * 100 / sample.total.max(1);
-        let left = sample.left.map_or_else(|| "unknown time".into(), short);
+        let left = match sample.left {
+            _ if sample.done >= sample.total => "verifying".into(),
+            None => "unknown time left".into(),
+            Some(left) => format!("{} left", short(left)),
+        };
+        let rate = match sample.rate {
+            0 => String::new(),
+            rate => format!(" at {}/s", bytes(rate)),
+        };
         let matched = sample.matched_share.map_or_else(
             || "-".into(),
             |s| format!("{} ({:.0}%)", bytes(sample.matched), s * 100.0),
@@ -298,19 +306,17 @@ impl Show {
                 bar.set_position(sample.done);
                 bar.set_prefix(clean(&sample.name));
                 bar.set_message(format!(
-                    "{}/{}, sent {} at {}/s, matched {matched}, {left} left",
+                    "{}/{}, sent {}{rate}, matched {matched}, {left}",
                     bytes(sample.done),
                     bytes(sample.total),
-                    bytes(sample.sent),
-                    bytes(sample.rate)
+                    bytes(sample.sent)
                 ));
             }
             Mode::Lines => out::note(&format!(
-                "{}: {percent}% of {}, sent {} at {}/s, matched {matched}, {left} left",
+                "{}: {percent}% of {}, sent {}{rate}, matched {matched}, {left}",
                 clean(&sample.name),
                 bytes(sample.total),
-                bytes(sample.sent),
-                bytes(sample.rate)
+                bytes(sample.sent)
             )),
         }
     }

@@ -46,6 +46,11 @@ fn help_has_examples_and_usage_errors_have_their_code() {
         "{wrong}"
     );
     assert!(!wrong.contains("Usage:"), "{wrong}");
+    let mut odd = world.drover("h", &["man", "pages"]);
+    let odd = odd.env("DROVER_LOG", "((").output().unwrap();
+    let said = String::from_utf8(odd.stderr).unwrap();
+    assert_eq!(odd.status.code(), Some(2), "{said}");
+    assert!(said.starts_with("drover: DROVER_LOG=((: "), "{said}");
     assert!(!world.path("h").exists(), "looking at help makes nothing");
 }
 

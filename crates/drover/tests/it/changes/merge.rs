@@ -83,7 +83,7 @@ fn changes_become_part_of_a_raw_image_with_and_without_a_site() {
     let mut m = Mounts::new();
     let mut bytes = sent(&m, 91);
     let none = merge(&m, &[]).ok();
-    assert!(none.out.contains("nothing to merge"), "{none:?}");
+    assert!(none.err.contains("nothing to merge"), "{none:?}");
     far(&m, &["changes", "merge", "nix.img"]).fails(3, &["nix.img", "drover images"]);
     for running in [true, false] {
         let before = image(&m, "web.img");

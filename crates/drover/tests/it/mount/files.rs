@@ -190,7 +190,8 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     args.extend(options);
     m.near(&args).fails(1, &["order"]);
     fs::remove_file(&order).unwrap();
-    m.near(&args).fails(1, &["order", "No such file"]);
+    m.near(&args)
+        .fails(1, &["order", "no such file or directory"]);
     assert_eq!(m.list().len(), 0);
 }
 
