@@ -4,6 +4,7 @@
 //! file in the repository, from which `docs/benchmarks.md` is generated.
 
 mod document;
+mod plot;
 mod process;
 mod rows;
 mod run;
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::setup::Lab;
 
 pub use document::{DocumentArgs, make_document};
-pub use process::{CaseArgs, run_case};
+pub use process::run_case;
 pub use run::{BenchArgs, EXIT_CODES, bench};
 
 /// One kind of measurement.
@@ -136,13 +137,12 @@ pub struct Row {
 impl Row {
     /// A row without figures.
     pub fn new<'a>(labels: impl IntoIterator<Item = (&'a str, String)>) -> Self {
+        let mut row = Self::default();
         let labels = labels
             .into_iter()
             .map(|(key, value)| (key.to_owned(), value));
-        Self {
-            labels: labels.collect(),
-            ..Self::default()
-        }
+        row.labels.extend(labels);
+        row
     }
 
     /// Sets the verdict.
@@ -193,28 +193,22 @@ impl Figure {
     pub fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
-        let (min, max) = (*sorted.first()?, *sorted.last()?);
-        let middle = sorted.len() / 2;
-        let median = f64::midpoint(sorted[(sorted.len() - 1) / 2], sorted[middle]);
+        let runs = values.len();
         Some(Self {
-            min,
-            median,
-            max,
-            runs: values.len(),
+            min: *sorted.first()?,
+            median: f64::midpoint(sorted[(runs - 1) / 2], sorted[runs / 2]),
+            max: *sorted.last()?,
+            runs,
         })
     }
 
     /// `1.18 (1.13 to 1.34)` for repeated measurements, else the value alone.
     pub fn show(&self, decimals: usize) -> String {
-        let Self {
-            min,
-            median,
-            max,
-            runs,
-        } = self;
-        match runs {
-            ..=1 => format!("{median:.decimals$}"),
-            _ => format!("{median:.decimals$} ({min:.decimals$} to {max:.decimals$})"),
+        let [median, min, max] =
+            [self.median, self.min, self.max].map(|v| format!("{v:.decimals$}"));
+        match self.runs {
+            ..=1 => median,
+            _ => format!("{median} ({min} to {max})"),
         }
     }
 }
@@ -237,22 +231,17 @@ pub enum Verdict {
 impl Verdict {
     /// A failure with the error in one line.
     pub fn failed(error: &anyhow::Error) -> Self {
-        Self::Failed(
-            format!("{error:#}")
-                .replace('\n', " | ")
-                .chars()
-                .take(400)
-                .collect(),
-        )
+        let line = format!("{error:#}").replace('\n', " | ");
+        Self::Failed(line.chars().take(400).collect())
     }
 
-    /// The text to show for a row that is not good.
-    pub fn words(&self) -> Option<String> {
+    /// The text to show for it.
+    pub fn words(&self) -> String {
         match self {
-            Self::Good => None,
-            Self::Skipped(why) => Some(format!("SKIPPED: {why}")),
-            Self::Failed(why) => Some(format!("FAILED: {why}")),
-            Self::Wrong(why) => Some(format!("WRONG: {why}")),
+            Self::Good => "good".to_owned(),
+            Self::Skipped(why) => format!("SKIPPED: {why}"),
+            Self::Failed(why) => format!("FAILED: {why}"),
+            Self::Wrong(why) => format!("WRONG: {why}"),
         }
     }
 }

@@ -1,7 +1,6 @@
-//! Files: comparing a delivered one with its original, and atomic replacement.
+//! Files: comparing a delivered one with its original.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -46,24 +45,6 @@ fn next_data(file: &File, at: u64, size: u64) -> Result<u64> {
         Err(rustix::io::Errno::NXIO) => Ok(size),
         Err(error) => Err(error.into()),
     }
-}
-
-/// Replaces a file atomically, creating its directory if needed.
-///
-/// # Errors
-/// When it cannot be written.
-pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let part = path.with_extension("part");
-    let write = || {
-        if let Some(dir) = path.parent() {
-            fs::create_dir_all(dir)?;
-        }
-        let mut file = File::create(&part)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&part, path)
-    };
-    write().with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]

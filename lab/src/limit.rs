@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use drover_core::{BLOCK_SIZE, is_zero};
+use drover_storage::atomic_replace;
 use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 use zstd::stream::Encoder;
@@ -193,7 +194,8 @@ pub fn kept(file: &Path, with: &[PathBuf], images: &[PathBuf]) -> Result<Vec<Lim
         .map(|path| known.add(path))
         .collect::<Result<Vec<_>>>()?;
     all.insert(key, limits.clone());
-    crate::files::replace(file, &serde_json::to_vec(&all)?)?;
+    atomic_replace(file, &serde_json::to_vec(&all)?)
+        .with_context(|| format!("cannot write {}", file.display()))?;
     Ok(limits)
 }
 

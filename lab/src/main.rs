@@ -10,7 +10,6 @@ mod files;
 mod library;
 mod limit;
 mod link;
-mod plot;
 mod rivals;
 mod setup;
 mod shell;
@@ -58,7 +57,7 @@ enum Command {
     Document(bench::DocumentArgs),
     /// Measure one case, for `bench`.
     #[command(hide = true)]
-    Case(bench::CaseArgs),
+    Case { request: String },
 }
 
 fn main() -> ExitCode {
@@ -75,7 +74,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Link(args) => return link::run(&args),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
-        Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
+        Command::Case { request } => bench::run_case(experiments::ALL, &request)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use serde::{Deserialize, Serialize};
 
 use crate::files::identical;
 
@@ -13,7 +15,7 @@ use crate::files::identical;
 const LEFTOVER: Duration = Duration::from_secs(60);
 
 /// What every experiment takes.
-#[derive(Args, Clone)]
+#[derive(Args, Clone, Serialize, Deserialize)]
 pub struct Common {
     /// The drover to measure: a release build.
     #[arg(long, default_value = "target/release/drover", value_name = "FILE")]
@@ -24,19 +26,20 @@ pub struct Common {
     /// Where sites are while they run.
     #[arg(long, default_value = "lab/out", value_name = "DIR")]
     pub out: PathBuf,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
 }
 
 /// The environment of experiments: paths, repetitions, and the set of images.
+#[derive(Args, Clone, Serialize, Deserialize)]
 pub struct Lab {
-    /// Paths and output format.
-    pub common: Common,
-    /// Number of repetitions for figures that vary.
+    /// How often to measure what varies.
+    #[arg(long, default_value_t = 3, value_name = "TIMES", value_parser = RangedU64ValueParser::<usize>::new().range(1..=100))]
     pub repeat: usize,
-    /// Use the small set instead of the library, for a smoke run of seconds rather than minutes.
+    /// The small set of images instead of the library.
+    #[arg(long)]
     pub small: bool,
+    /// Paths.
+    #[command(flatten)]
+    pub common: Common,
 }
 
 impl Lab {

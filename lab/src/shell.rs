@@ -1,8 +1,10 @@
-//! Runs other programs; errors include their output.
+//! Runs other programs, with errors that include their output, and lists those that run.
 
+use std::fs;
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::Pid;
 
 /// Runs a program and returns its output.
 ///
@@ -31,6 +33,30 @@ pub fn tail(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|l| !l.trim().is_empty()).collect();
     lines[lines.len().saturating_sub(4)..].join(" | ")
+}
+
+/// A running process.
+pub struct Process {
+    pub pid: Pid,
+    pub parent: Option<Pid>,
+    pub group: Pid,
+}
+
+/// All running processes. Zombies count as ended.
+pub fn processes() -> Vec<Process> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let process = |entry: fs::DirEntry| {
+        let number = |text: &str| Some(Pid::from_raw(text.parse().ok()?));
+        let pid = number(entry.file_name().to_str()?)??;
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        // The name in brackets may contain anything; after it come state, parent, group.
+        let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+        let runs = fields.next()? != "Z";
+        let parent = number(fields.next()?)?;
+        let group = number(fields.next()?)??;
+        runs.then_some(Process { pid, parent, group })
+    };
+    entries.filter_map(process).collect()
 }
 
 fn show(command: &Command) -> String {

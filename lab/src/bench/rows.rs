@@ -1,14 +1,15 @@
 //! Stored results: a file with one line of JSON per case, so that a later run can continue.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use drover_storage::atomic_replace;
 use serde::{Deserialize, Serialize};
 
 use super::{Row, Verdict};
-use crate::files::replace;
 use crate::shell;
 
 /// The result of a case.
@@ -54,25 +55,19 @@ impl Rows {
     /// When it is truncated or has another format.
     pub fn read(file: &Path) -> Result<Self> {
         let text = match fs::read_to_string(file) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(error).context(format!("cannot read {}", file.display())),
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            text => text.with_context(|| format!("cannot read {}", file.display()))?,
         };
-        let all = text
-            .lines()
-            .map(serde_json::from_str)
-            .collect::<Result<_, _>>();
-        Ok(Self {
-            file: file.to_owned(),
-            all: all.with_context(|| format!("{} is torn or not ours", file.display()))?,
-        })
+        let all: Result<_, _> = text.lines().map(serde_json::from_str).collect();
+        let all = all.with_context(|| format!("{} is torn or not ours", file.display()))?;
+        let file = file.to_owned();
+        Ok(Self { file, all })
     }
 
     /// The stored record of a case.
     pub fn of(&self, experiment: &str, case: &str) -> Option<&Record> {
-        self.all
-            .iter()
-            .find(|r| r.experiment == experiment && r.case == case)
+        let mut all = self.all.iter();
+        all.find(|r| r.experiment == experiment && r.case == case)
     }
 
     /// Stores a record, replacing that of the same case. Atomic: a crash leaves the old file or the new one.
@@ -80,8 +75,8 @@ impl Rows {
     /// # Errors
     /// When it cannot be written.
     pub fn keep(&mut self, record: Record) -> Result<()> {
-        let same = |r: &Record| r.experiment == record.experiment && r.case == record.case;
-        match self.all.iter_mut().find(|r| same(r)) {
+        let same = |r: &&mut Record| r.experiment == record.experiment && r.case == record.case;
+        match self.all.iter_mut().find(same) {
             Some(old) => *old = record,
             None => self.all.push(record),
         }
@@ -90,7 +85,9 @@ impl Rows {
             text += &serde_json::to_string(record)?;
             text.push('\n');
         }
-        replace(&self.file, text.as_bytes())
+        fs::create_dir_all(self.file.parent().context("no file name")?)?;
+        let written = atomic_replace(&self.file, text.as_bytes());
+        written.with_context(|| format!("cannot write {}", self.file.display()))
     }
 }
 
@@ -101,25 +98,13 @@ pub fn is_commit(build: &str) -> bool {
 
 /// The commit of the checkout, with `-dirty` if anything but documents differs from it.
 pub fn commit() -> String {
-    let git = |args: &[&str]| {
-        let output = shell::run(Command::new("git").args(args)).ok()?;
-        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    let git = |args: &[&str]| shell::run(Command::new("git").args(args));
+    let Ok(head) = git(&["rev-parse", "--short=10", "HEAD"]) else {
+        return "unknown".to_owned();
     };
-    let others = [
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        ":(top,exclude)docs",
-    ];
-    match (
-        git(&["rev-parse", "--short=10", "HEAD"]),
-        git(&others).as_deref(),
-    ) {
-        (None, _) => "unknown".to_owned(),
-        (Some(commit), Some("")) => commit,
-        (Some(commit), _) => format!("{commit}-dirty"),
-    }
+    let clean = git(&["diff", "--quiet", "HEAD", "--", ":(top,exclude)docs"]).is_ok();
+    let commit = String::from_utf8_lossy(&head.stdout);
+    format!("{}{}", commit.trim(), if clean { "" } else { "-dirty" })
 }
 
 /// Whether a build can be reproduced from this repository.

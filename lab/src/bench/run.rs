@@ -9,17 +9,20 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::document::{self, table};
 use super::process;
 use super::rows::{self, Record, Rows};
 use super::{Case, Experiment, Need, Row, Verdict};
 use crate::library::{self, Set};
-use crate::setup::{Common, Lab};
+use crate::setup::Lab;
 use crate::{link, watch};
 
 /// Exit code after SIGINT, by shell convention.
 const INTERRUPTED: u8 = 130;
+/// Exit code when something cannot be measured here.
+const LACKING: u8 = 4;
 
 /// Shown by `--help`.
 pub const EXIT_CODES: &str = "\
@@ -49,18 +52,12 @@ pub struct BenchArgs {
     /// Measure also what has a result that still holds.
     #[arg(long)]
     again: bool,
-    /// How often to measure what varies.
-    #[arg(long, default_value_t = 3, value_name = "TIMES", value_parser = clap::value_parser!(u32).range(1..=100))]
-    repeat: u32,
-    /// The small set of images instead of the library.
-    #[arg(long)]
-    small: bool,
     /// The file of all results [default: docs/benchmarks/rows.jsonl; OUT/rows-small.jsonl with --small, and
     /// OUT/rows-dirty.jsonl of a build that is no commit].
     #[arg(long, value_name = "FILE")]
     rows: Option<PathBuf>,
     #[command(flatten)]
-    common: Common,
+    lab: Lab,
 }
 
 /// Locks out other runs, which would distort the measurements and overwrite rows.
@@ -68,10 +65,9 @@ fn alone(out: &Path) -> Result<File> {
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     let path = out.join("lock");
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(e) => bail!("{}: another run is measuring ({e})", path.display()),
-    }
+    let locked = file.try_lock();
+    locked.with_context(|| format!("{}: another run is measuring", path.display()))?;
+    Ok(file)
 }
 
 /// Measures, stores each result at once, and prints them.
@@ -79,123 +75,104 @@ fn alone(out: &Path) -> Result<File> {
 /// # Errors
 /// When it cannot start. Later failures are in rows and in the exit code.
 pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
-    let lab = Lab {
-        common: args.common.clone(),
-        repeat: args.repeat as usize,
-        small: args.small,
-    };
+    let (lab, build) = (&args.lab, rows::commit());
     let file = match &args.rows {
         Some(file) => file.clone(),
-        None if args.small => args.common.out.join("rows-small.jsonl"),
+        None if lab.small => lab.common.out.join("rows-small.jsonl"),
         // Rows of a build that cannot be reproduced do not replace others.
-        None if !rows::is_commit(&rows::commit()) => args.common.out.join("rows-dirty.jsonl"),
+        None if !rows::is_commit(&build) => lab.common.out.join("rows-dirty.jsonl"),
         None => PathBuf::from(document::ROWS),
     };
-    let _alone = alone(&args.common.out)?;
+    let _alone = alone(&lab.common.out)?;
     let mut kept = Rows::read(&file)?;
-    let mut cases = Vec::new();
-    let mut lacking = false;
-    for experiment in experiments.iter().filter(|e| args.asks(e.name, "*")) {
-        match (experiment.cases)(&lab) {
-            Ok(all) => cases.extend(all.into_iter().map(|case| (experiment, case))),
+    let (mut cases, mut codes) = (Vec::new(), Vec::new());
+    for experiment in experiments.iter().filter(|e| args.asks(e.name)) {
+        let name = experiment.name;
+        match (experiment.cases)(lab) {
+            Ok(all) => cases.extend(
+                all.into_iter()
+                    .map(|c| (experiment, format!("{name}/{}", c.id), c)),
+            ),
             Err(error) => {
-                eprintln!("SKIP {}: {error:#}", experiment.name);
-                lacking = true;
+                eprintln!("SKIP {name}: {error:#}");
+                codes.push(LACKING);
             }
         }
     }
-    cases.retain(|(e, case)| {
-        args.asks(e.name, &case.id) && (args.full || !args.only.is_empty() || case.rank == 0)
-    });
-    if cases.is_empty() && !lacking {
-        let names: Vec<&str> = experiments.iter().map(|e| e.name).collect();
-        bail!(
-            "nothing to measure is called that; there are {}",
-            names.join(", ")
-        );
+    let all = args.full || !args.only.is_empty();
+    cases.retain(|(_, name, case)| args.asks(name) && (all || case.rank == 0));
+    if cases.is_empty() && codes.is_empty() {
+        bail!("nothing to measure is called that: `lab bench --list --full` prints all cases");
     }
-    cases.sort_by_key(|(_, case)| case.rank);
+    cases.sort_by_key(|(.., case)| case.rank);
     if args.list {
-        for (experiment, case) in &cases {
+        for (experiment, name, case) in &cases {
             let known = kept.of(experiment.name, &case.id).map_or("", |r| &r.build);
-            println!(
-                "{:<10} {}/{}: {}",
-                known, experiment.name, case.id, case.what
-            );
+            println!("{known:<10} {name}: {}", case.what);
         }
         return Ok(ExitCode::SUCCESS);
     }
     // Without a build there is nothing to measure. Remove what a killed run left.
-    let drover = format!("drover {}", digest_of(&lab.binary()?)?);
+    let drover = blake3::hash(&std::fs::read(lab.binary()?)?).to_hex();
+    let drover = format!("drover {}", &drover[..16]);
     lab.sweep()?;
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, interrupted.clone())?;
     }
-    let (started, build, machine) = (Instant::now(), rows::commit(), watch::machine());
-    let mut codes: Vec<u8> = if lacking { vec![4] } else { vec![] };
-    let (all, mut left_out) = (cases.len(), 0);
-    for (at, (experiment, case)) in cases.iter().enumerate() {
-        let subject = case.rival.clone().unwrap_or_else(|| drover.clone());
-        let old = kept.of(experiment.name, &case.id);
-        if !args.again
-            && old.is_some_and(|r| r.is_good() && r.subject == subject && r.machine == machine)
-        {
-            eprintln!("[{}/{all}] {}/{}: kept", at + 1, experiment.name, case.id);
+    let (started, machine) = (Instant::now(), watch::machine());
+    let late = || {
+        args.minutes
+            .is_some_and(|m| started.elapsed().as_secs_f64() > m * 60.0)
+    };
+    let mut left_out = 0;
+    for (at, (experiment, name, case)) in cases.iter().enumerate() {
+        let at = format!("[{}/{}] {name}", at + 1, cases.len());
+        let subject = case.rival.as_ref().unwrap_or(&drover).clone();
+        let holds = |r: &Record| r.is_good() && r.subject == subject && r.machine == machine;
+        if !args.again && kept.of(experiment.name, &case.id).is_some_and(holds) {
+            eprintln!("{at}: kept");
             continue;
         }
-        if args
-            .minutes
-            .is_some_and(|m| started.elapsed().as_secs_f64() > m * 60.0)
-        {
+        if late() {
             left_out += 1;
             continue;
         }
-        if let Some(why) = case.needs.iter().find_map(|need| lacks(&lab, *need)) {
-            eprintln!("SKIP {}/{}: {why}", experiment.name, case.id);
-            codes.push(4);
+        if let Some(why) = case.needs.iter().find_map(|need| lacks(lab, *need)) {
+            eprintln!("SKIP {name}: {why}");
+            codes.push(LACKING);
             continue;
         }
+        eprintln!("{at}: {}", case.what);
         let (begun, load) = (Instant::now(), watch::load());
-        eprintln!(
-            "[{}/{all}] {}/{}: {}",
-            at + 1,
-            experiment.name,
-            case.id,
-            case.what
-        );
-        let Some(rows) = process::measure(&lab, experiment, case, &interrupted) else {
+        let Some(rows) = process::measure(lab, experiment, case, &interrupted) else {
             break;
         };
-        for why in rows.iter().filter_map(|row| row.verdict.words()) {
-            eprintln!("  {why}");
+        for row in rows.iter().filter(|row| row.verdict != Verdict::Good) {
+            eprintln!("  {}", row.verdict.words());
+            codes.extend(code(case, row));
         }
         eprintln!(
             "  {} row(s) in {:.0} s",
             rows.len(),
             begun.elapsed().as_secs_f64()
         );
-        codes.extend(rows.iter().filter_map(|row| code(case, row)));
-        let today = jiff::Timestamp::now()
-            .to_string()
-            .chars()
-            .take(10)
-            .collect();
         let record = Record {
             experiment: experiment.name.to_owned(),
             case: case.id.clone(),
-            measured: today,
+            measured: jiff::Timestamp::now().strftime("%F").to_string(),
             build: build.clone(),
             subject,
             machine: machine.clone(),
             load,
             rows,
         };
-        if args.common.json {
-            println!("{}", serde_json::to_string(&record)?);
-        } else {
-            println!("{}\n{}", experiment.title, table(experiment, &[&record]));
-        }
+        let rows: Vec<_> = record.rows.iter().map(|row| (&record, row)).collect();
+        println!(
+            "{}\n{}",
+            experiment.title,
+            table(experiment.columns, &rows, &[&machine])
+        );
         kept.keep(record).context("the result is lost")?;
     }
     if left_out > 0 {
@@ -211,12 +188,11 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
 }
 
 impl BenchArgs {
-    /// Whether an experiment, or one of its cases, was requested.
-    fn asks(&self, experiment: &str, case: &str) -> bool {
+    /// Whether `EXPERIMENT`, or one of its cases, or `EXPERIMENT/CASE` was requested.
+    fn asks(&self, name: &str) -> bool {
         let fits = |only: &String| {
-            let (e, c) = only.split_once('/').unwrap_or((only, "*"));
-            like(e.as_bytes(), experiment.as_bytes())
-                && (case == "*" || like(c.as_bytes(), case.as_bytes()))
+            let mut parts = only.split('/').zip(name.split('/'));
+            parts.all(|(pattern, text)| like(pattern.as_bytes(), text.as_bytes()))
         };
         self.only.is_empty() || self.only.iter().any(fits)
     }
@@ -224,12 +200,15 @@ impl BenchArgs {
 
 /// Whether `text` matches `pattern`: `*` is any text, `?` any byte.
 fn like(pattern: &[u8], text: &[u8]) -> bool {
-    match (pattern.split_first(), text.split_first()) {
-        (None, None) => true,
-        (Some((b'*', rest)), after) => {
-            like(rest, text) || after.is_some_and(|(_, t)| like(pattern, t))
+    match (pattern, text) {
+        ([], []) => true,
+        ([b'*', rest @ ..], _) => {
+            like(rest, text)
+                || text
+                    .split_first()
+                    .is_some_and(|(_, text)| like(pattern, text))
         }
-        (Some((p, rest)), Some((c, t))) => (p == c || *p == b'?') && like(rest, t),
+        ([p, rest @ ..], [c, text @ ..]) => (p == c || *p == b'?') && like(rest, text),
         _ => false,
     }
 }
@@ -237,13 +216,12 @@ fn like(pattern: &[u8], text: &[u8]) -> bool {
 /// The exit code for a row. A case of drover may include rivals: the label `by` names the subject.
 fn code(case: &Case, row: &Row) -> Option<u8> {
     let by = row.label("by");
-    let own =
-        by.is_empty() || by == case.id || ["drover", "limit"].iter().any(|own| by.starts_with(own));
+    let own = by.is_empty() || by == case.id || by.starts_with("drover") || by.starts_with("limit");
     let rival = case.rival.is_some() || !own;
     match row.verdict {
         Verdict::Good => None,
         // A missing rival is not a failure.
-        Verdict::Skipped(_) => (!rival).then_some(4),
+        Verdict::Skipped(_) => (!rival).then_some(LACKING),
         Verdict::Failed(_) | Verdict::Wrong(_) => Some(if rival { 3 } else { 1 }),
     }
 }
@@ -255,16 +233,10 @@ fn lacks(lab: &Lab, need: Need) -> Option<String> {
             .err()
             .map(|why| format!("no link here: {why}")),
         Need::Library => {
-            let set = if lab.small { Set::Small } else { Set::Full };
+            let set = lab.either(Set::Full, Set::Small);
             let images = library::images(&lab.common.dir, set).unwrap_or_default();
             let built = images.iter().any(|image| image.built);
             (!built).then(|| format!("no image in {}: lab library", lab.common.dir.display()))
         }
     }
-}
-
-fn digest_of(program: &Path) -> Result<String> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update_reader(std::fs::File::open(program)?)?;
-    Ok(hasher.finalize().to_hex()[..16].to_owned())
 }

@@ -1,8 +1,9 @@
-//! Tests of rows: validation, storage and display.
+//! Tests of rows: validation, storage, display and plots.
 
 use anyhow::anyhow;
 
-use super::document::rendered;
+use super::document::render;
+use super::plot::{bars, lines, nice};
 use super::process::judged;
 use super::rows::{Record, Rows};
 use super::*;
@@ -98,18 +99,68 @@ fn the_document_opens_with_the_answer_and_ends_with_what_is_missing() {
     let failed =
         row("rsync", &[1.0]).but(Verdict::Failed("no /home/me/secret.raw here".to_owned()));
     let good = record("one", "aaa", vec![all, failed]);
-    let text = rendered(&[TINY], &[good], &[record("two", "bbb-dirty", vec![])]);
+    let text = render(
+        &[TINY],
+        &[good],
+        &[record("two", "bbb-dirty", vec![])],
+        "benchmarks",
+    );
     let at = |part: &str| {
         text.find(part)
             .unwrap_or_else(|| panic!("no {part:?} in {text}"))
     };
-    assert!(at("(benchmarks/bytes.svg)") < at("| drover | 1110 |  | 93.3"));
+    assert!(at("(benchmarks/bytes.svg)") < at("| drover | 1110 | 93.3 |"));
     assert!(at("| drover | 1110 |") < at("| drover | 93.35 | `aaa` | m1 | 1.2 | good |"));
     assert!(at("FAILED: no secret.raw here") < at("## What was not measured"));
     assert!(
-        text.ends_with(
-            "1 case(s) only with builds that are not in this repository (`bbb-dirty`).\n"
-        ),
+        text.ends_with("two only with build `bbb-dirty`, which is not in this repository.\n"),
         "{text}"
     );
+}
+
+#[test]
+fn machines_have_the_same_number_in_every_table() {
+    let mut other = record("two", "bbb", vec![row("b", &[2.0])]);
+    other.machine = "another machine".to_owned();
+    let text = render(
+        &[TINY],
+        &[record("one", "aaa", vec![row("a", &[1.0])]), other],
+        &[],
+        "",
+    );
+    for part in [
+        "- m1: a machine\n- m2: another machine\n",
+        "| a | 1.00 | `aaa` | m1 |",
+        "| b | 2.00 | `bbb` | m2 |",
+    ] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+}
+
+#[test]
+fn bars_and_lines_are_drawn_to_scale() {
+    let bars = bars("A & B", "MB", &[("drover", 50.0), ("rsync", 100.0)]);
+    assert!(
+        bars.contains("A &amp; B")
+            && bars.contains("width=\"320.0\"")
+            && bars.contains("width=\"640.0\""),
+        "{bars}"
+    );
+    let lines = lines(
+        "t",
+        "ms",
+        "MiB",
+        &[("drover", vec![(0.0, 0.0), (40.0, 100.0)])],
+    );
+    assert!(
+        lines.contains("points=\"80.0,380.0 680.0,50.0\""),
+        "{lines}"
+    );
+    // What has no rows has no plot.
+    assert!(!render(&[TINY], &[], &[], "benchmarks").contains("svg"));
+}
+
+#[test]
+fn axes_end_at_round_numbers() {
+    assert_eq!([3.0, 0.7, 100.0, 114.0].map(nice), [5.0, 1.0, 100.0, 200.0]);
 }

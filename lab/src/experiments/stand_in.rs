@@ -40,7 +40,6 @@ pub fn lab(dir: &Path, damage: &str) -> Lab {
         drover,
         dir: dir.join("cache"),
         out: dir.join("out"),
-        json: false,
     };
     Lab {
         common,

@@ -220,7 +220,6 @@ fn a_guest_boots_from_afar_shuts_down_and_leaves_a_clean_disk() {
         drover: root.join("target/release/drover"),
         dir: root.join("lab/cache"),
         out: out.path().to_owned(),
-        json: false,
     };
     let lab = Lab {
         common,

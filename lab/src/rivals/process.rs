@@ -131,7 +131,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if !self.ended {
-            kill_tree(self.child.id());
+            kill_tree(Pid::from_child(&self.child));
             let _ = self.child.wait();
         }
     }
@@ -147,50 +147,36 @@ fn tail(said: &Path) -> Result<String> {
 }
 
 /// Kills a process and its descendants. All are stopped first, so that none forks meanwhile.
-fn kill_tree(root: u32) {
+fn kill_tree(root: Pid) {
     let mut tree = Vec::new();
     loop {
-        let new: Vec<u32> = with_descendants(root)
+        let new: Vec<Pid> = with_descendants(root)
             .into_iter()
             .filter(|pid| !tree.contains(pid))
             .collect();
         if new.is_empty() {
             break;
         }
-        new.iter().for_each(|pid| signal(*pid, Signal::STOP));
-        tree.extend(new);
+        for pid in new {
+            let _ = kill_process(pid, Signal::STOP);
+            tree.push(pid);
+        }
     }
-    tree.iter().for_each(|pid| signal(*pid, Signal::KILL));
-}
-
-fn signal(pid: u32, signal: Signal) {
-    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        let _ = kill_process(pid, signal);
+    for pid in tree {
+        let _ = kill_process(pid, Signal::KILL);
     }
 }
 
-fn with_descendants(root: u32) -> Vec<u32> {
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let parents: Vec<(u32, u32)> = processes
-        .filter_map(|entry| {
-            let pid = entry.file_name().to_str()?.parse().ok()?;
-            Some((pid, parent_of(pid)?))
-        })
-        .collect();
+fn with_descendants(root: Pid) -> Vec<Pid> {
+    let processes = shell::processes();
     let mut tree = vec![root];
     let mut next = 0;
     while let Some(&parent) = tree.get(next) {
-        tree.extend(parents.iter().filter(|p| p.1 == parent).map(|p| p.0));
+        let children = processes.iter().filter(|p| p.parent == Some(parent));
+        tree.extend(children.map(|p| p.pid));
         next += 1;
     }
     tree
-}
-
-fn parent_of(pid: u32) -> Option<u32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The process name in brackets may contain anything; after it come state, parent.
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    fields.nth(1)?.parse().ok()
 }
 
 /// Whether a table in the format of `/proc/net/tcp` has a socket that listens on `port`.
