@@ -1,5 +1,5 @@
-//! For every stage: which capability it forwards and which it masks on purpose, and that it forwards every request as
-//! it came.
+//! For every stage: which capabilities it forwards and which it masks on purpose, and that it forwards every request
+//! unchanged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -176,7 +176,7 @@ fn every_stage_forwards_every_request_as_it_came() {
     for row in rows() {
         let probe = Arc::new(Probe::able(SIZE));
         let stage = (row.make)(Arc::clone(&probe));
-        // Whole chunks: what chunked does with others is told there.
+        // Whole chunks: other ranges are tested with chunked itself.
         let (at, length) = (8192, 16384);
         let mut calls = Vec::new();
         for keep_allocated in [false, true] {

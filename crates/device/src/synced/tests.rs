@@ -1,4 +1,4 @@
-//! Managed devices over memory, with far sides that are slow, cut and watched, and a cache disk that loses power.
+//! Managed devices over memory, with remotes that are slow, cut off and observed, and a cache disk that loses power.
 
 use std::collections::HashSet;
 use std::sync::Weak;
@@ -25,14 +25,14 @@ const CHUNK: u32 = 16 << 10;
 
 type BeforeCommit = Box<dyn FnMut() -> Result<(), DeviceError> + Send>;
 
-/// A far side whose committed states are what a test looks at: an epoch is applied as a whole or not at all.
+/// A remote whose committed states a test can inspect: an epoch is applied completely or not at all.
 pub struct Far {
     pub device: Arc<MemoryDevice>,
     staged: Mutex<(Epoch, Vec<Change>)>,
     committed: AtomicU64,
     /// How many commits there were.
     pub commits: AtomicU64,
-    /// Some of what was staged was forgotten, and nobody asked what is left.
+    /// Some staged parts were lost, and the device has not queried the rest yet.
     forgot: AtomicBool,
     /// Bytes that were pushed.
     pub pushed: AtomicU64,
@@ -92,7 +92,7 @@ impl Far {
         self.remote_over(device)
     }
 
-    /// Reads through `device`, which lies above this far side's.
+    /// Reads through `device`, which is on top of this remote's.
     pub fn remote_over(self: &Arc<Self>, device: Arc<dyn BlockDevice>) -> Arc<LocalRemote> {
         LocalRemote::new(device, CHUNK, 3, Some(Arc::clone(self) as _)).unwrap()
     }

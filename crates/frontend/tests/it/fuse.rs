@@ -1,4 +1,4 @@
-//! The FUSE file and the loop device, with the kernel, and with the tools that people use, as their clients.
+//! The FUSE file and the loop device, with the kernel and common tools as clients.
 
 mod clients;
 mod crash;

@@ -1,5 +1,5 @@
-//! The kernel's NBD client and ublk, in a machine whose kernel has both: `kernel.sh` runs there and says how each step
-//! went; `examples/attach_memory.rs` is the server.
+//! The kernel's NBD client and ublk, in a virtual machine whose kernel has both: `kernel.sh` runs there and reports
+//! each step; `examples/attach_memory.rs` is the server.
 
 use std::path::Path;
 

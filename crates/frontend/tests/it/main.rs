@@ -1,4 +1,4 @@
-//! The front ends against those whom they are for: real clients, kernels and programs.
+//! The front ends against real clients, kernels and programs.
 
 mod fuse;
 mod kernel;

@@ -1,4 +1,4 @@
-//! The NBD server against real clients, and against clients that nobody should meet.
+//! The NBD server against real clients, and against hostile clients.
 
 mod clients;
 mod hostile;

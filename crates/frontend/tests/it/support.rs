@@ -1,4 +1,4 @@
-//! What tests of front ends share.
+//! Helpers for tests of front ends.
 
 use std::path::Path;
 use std::process::{Command, Output};

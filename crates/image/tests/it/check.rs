@@ -1,4 +1,4 @@
-//! What must hold for every image.
+//! Invariants of every image.
 
 use std::ops::Range;
 use std::path::Path;
@@ -227,7 +227,7 @@ fn extents(bench: &Bench, name: &str, format: &str, disk: &VirtualDisk, raw: &[u
         }
     }
     for r in &data {
-        // A file's holes are told apart by blocks.
+        // Holes of a file are detected by block.
         assert!(
             theirs
                 .iter()

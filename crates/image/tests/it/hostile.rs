@@ -1,4 +1,4 @@
-//! Images that lie: each gets one clear error or a layout that still covers the file once.
+//! Malicious images: each yields a clear error, or a layout that still covers the file exactly once.
 
 use std::path::Path;
 

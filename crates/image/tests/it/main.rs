@@ -1,4 +1,4 @@
-//! Everything that `qemu-img` can make, read back and compared with what QEMU reads.
+//! Everything that `qemu-img` can create, compared with what QEMU reads from it.
 
 mod check;
 mod hostile;

@@ -1,4 +1,4 @@
-//! raw, vmdk, vhdx, vdi and vhd as `qemu-img` makes them.
+//! raw, vmdk, vhdx, vdi and vhd created by `qemu-img`.
 
 use drover_image::{Conversion, Format, VirtualDisk, open_for_sending};
 

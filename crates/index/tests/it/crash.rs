@@ -1,4 +1,4 @@
-//! The power fails at any moment: the index opens again, and no plan claims what is not so.
+//! Power failures at any moment: the index opens again, and no plan contains a false claim.
 
 use drover_core::Digest;
 use drover_index::testing::Destination;

@@ -1,4 +1,4 @@
-//! Files that rotted, were cut, or were put there by somebody else.
+//! Files with bit rot, truncated files, and foreign files.
 
 use drover_index::testing::Destination;
 use drover_index::{ImageId, Matcher, MatcherConfig, Repair, SEGMENT_SLOTS};

@@ -1,10 +1,10 @@
-//! Images made of files, for tests.
+//! Images composed of files, for tests.
 
 use drover_core::{Digest, Head};
 use drover_index::testing::{Applied, Destination};
 use drover_index::{Cursor, Layout, Matcher, MatcherConfig, Result};
 
-/// An image as the matcher is told of it.
+/// An image as it is presented to the matcher.
 #[derive(Debug, Clone, Default)]
 pub struct Image {
     pub digests: Vec<Digest>,

@@ -1,4 +1,4 @@
-//! What is found, case by case.
+//! Matches, case by case.
 
 use drover_core::Head;
 use drover_index::testing::{Applied, Destination};
@@ -315,7 +315,7 @@ fn a_full_disk_refuses_a_batch_and_takes_it_later() {
     m.finish(c).unwrap();
     assert!(m.take_repairs().is_empty());
 
-    // When only the sequences do not fit, the transfer goes on without them.
+    // If only the sequences do not fit, the transfer continues without them.
     let fresh = Image::of(&[(70, 60)]);
     whole(&mut m, &mut d, 3, &fresh, 60);
     let mut c = m.begin(ImageId(4)).unwrap();

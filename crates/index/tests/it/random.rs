@@ -1,4 +1,4 @@
-//! Random libraries, random calls: every plan is right, and little is missed.
+//! Random libraries and calls: every plan is correct, and few matches are missed.
 
 use drover_core::Digest;
 use drover_index::testing::{Applied, Destination, ExactDedup};

@@ -1,4 +1,4 @@
-//! How many hash pages are read for each block that is asked about, counted.
+//! Counts the hash pages read per block looked up.
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Layout, Matcher, MatcherConfig, MatcherStats};

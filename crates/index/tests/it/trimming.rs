@@ -1,5 +1,5 @@
-//! Trimming while plans are under way on several connections, and either side may die: what the matcher still finds is at
-//! the destination, and what it does not is not.
+//! Trimming while plans are in flight on several connections and either side may crash: the matcher finds exactly the
+//! blocks that the destination still has.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -127,7 +127,7 @@ impl World {
         c.into_iter().all(|(c, wait)| c.taken >= *wait)
     }
 
-    /// The destination goes on with its trimming, or begins one.
+    /// The destination continues its trimming, or begins one.
     fn trim(&mut self) {
         let have = 1 + self.data.keys().max().map_or(0, |s| s / SEGMENT_SLOTS) as u32;
         let Some(mut t) = self.trimming.take() else {

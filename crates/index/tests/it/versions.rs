@@ -1,7 +1,7 @@
-//! What an earlier version wrote is found by this one.
+//! Files of earlier versions are readable.
 //!
 //! `fixtures/version-1` was written by version 1 of the hash files: images 1 and 2 with files 1, 2 and 3 were
-//! sent and forgotten, so that the sequence cache alone knows their blocks; image 3 with files 4 and 5 is whole,
+//! sent and forgotten, so that only the sequence cache has their blocks; image 3 with files 4 and 5 is complete,
 //! image 4 was interrupted.
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! Disks of a site that do not answer: what hangs keeps nothing from what does not.
+//! Hanging disks of a site do not delay requests to other disks.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -280,7 +280,7 @@ fn an_image_that_takes_long_to_close_keeps_nothing_from_another() {
         quick.close().unwrap();
     });
     drop(opens);
-    // Whoever comes meanwhile waits until it is closed, and finds it whole.
+    // A client that connects meanwhile waits until it is closed, and finds it complete.
     let again = mount(&runtime, &world, "slow", Access::ReadWrite);
     let mut written = [0; 100];
     again.read(0, &mut written).unwrap();

@@ -1,4 +1,4 @@
-//! An image that the site itself has, while it merges what mounts wrote.
+//! An image whose lease the site itself holds, during a merge of changes.
 
 use drover_core::ImageName;
 use drover_mount::server::Server;
@@ -50,7 +50,7 @@ fn what_is_done_for_a_claim_is_done_only_while_it_is_held() {
     );
     drop(view);
 
-    // Broken while the claim's file is read again: whoever broke it may have written.
+    // Revoked while the claim's file is being read again: another mount may have written.
     let broken = site.server.break_lease(&image);
     assert!(runtime.block_on(broken).unwrap().is_some());
     assert_eq!(site.server.while_claimed(&image, key, || 1).unwrap(), None);

@@ -1,4 +1,4 @@
-//! What is asked for in the same flight as the open.
+//! Reads sent in the same flight as the open.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ fn chunks_that_are_wanted_first_come_with_the_open_and_wait_to_be_asked_for() {
     let bytes = content(20 * CHUNK, 21);
     let site = Site::with("web", memory(&bytes));
     let near = Near::new(site.server.clone());
-    // One lies outside the device, one is named twice, and the last is more than is asked for.
+    // One lies outside the device, one is duplicated, and the last exceeds the limit.
     let options = options(&[3, 0, 1, 999_999, 3, 7, 8, 9, 15], Access::ReadOnly);
     let client = runtime
         .block_on(Client::open(runtime.handle(), near.clone(), options))
@@ -53,7 +53,7 @@ fn chunks_that_are_wanted_first_come_with_the_open_and_wait_to_be_asked_for() {
     local.wait("the link's end", |received| {
         matches!(received.links.last(), Some(Link::Down(_)))
     });
-    // Nobody gets what he has not asked for.
+    // No client gets data that it did not request.
     assert!(local.received.lock().chunks.is_empty());
     for index in [0, 3, 9] {
         let at = index as usize * CHUNK;

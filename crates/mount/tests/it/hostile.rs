@@ -1,4 +1,4 @@
-//! Ends that do not keep to the rules: here sites that lie to a mount, in `mounts` mounts that are rude to a site.
+//! Peers that violate the protocol: here malicious sites, in `mounts` malicious mounts.
 
 mod mounts;
 
@@ -28,7 +28,7 @@ const CHUNK: u32 = 65_536;
 /// What a liar answers to a request: frames of a kind, a head and a body.
 type Lie = dyn Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync;
 
-/// A site that says what it is told to.
+/// A site that sends scripted replies.
 struct Liar {
     opened: Box<dyn Fn(u64) -> Opened + Send + Sync>,
     lie: Arc<Lie>,
@@ -139,7 +139,7 @@ fn chunks(
     (kind::REPLY, encode_message(&head), body)
 }
 
-/// The error that a chunk gets from a site that lies so, and how often it was asked for the chunk.
+/// The error of a chunk from a site that lies so, and how often the chunk was requested.
 fn lied_to(
     lie: impl Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
 ) -> (DeviceError, u64) {
@@ -283,7 +283,7 @@ fn answered<T>(
 fn of_what_a_site_says_is_zero_no_more_is_kept_than_was_asked_for() {
     let pages = Arc::new(AtomicU64::new(0));
     let seen = pages.clone();
-    // Every other chunk, of as many chunks as there are: whoever believes it all keeps half a million runs.
+    // Every other chunk of the largest device: a client that kept all of them would store half a million runs.
     let runs = answered(
         Access::ReadOnly,
         move |request| {

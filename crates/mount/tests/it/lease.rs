@@ -1,5 +1,4 @@
-//! A lease's file that is damaged or gone: what was written is not hidden, nobody is let in by guessing, and there is a way
-//! out.
+//! A damaged or missing lease file: changes are not hidden, no lease is granted by guessing, and there is a way out.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,7 +25,7 @@ struct World {
 }
 
 impl World {
-    /// A site with an image over which something was written, and its file of leases, which nobody has open.
+    /// A site with an image that has changes, and its lease file, which is not open.
     fn new() -> (Self, PathBuf) {
         let runtime = runtime();
         let inside = runtime.enter();

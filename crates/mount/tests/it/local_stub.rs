@@ -1,4 +1,4 @@
-//! A near side that keeps what comes and notes what it is told.
+//! A `Local` that stores received chunks and records all calls.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub struct Received {
     /// Chunks that came a second time.
     pub twice: u64,
     pub links: Vec<Link>,
-    /// Asked for by `next` and not come.
+    /// Requested by `next` and not arrived.
     under_way: BTreeSet<u64>,
     cursor: u64,
     pulling: bool,

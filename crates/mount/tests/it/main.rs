@@ -1,4 +1,4 @@
-//! The mount's two ends against each other.
+//! Client and server of mounts against each other.
 
 mod blocked;
 mod claims;

@@ -1,4 +1,4 @@
-//! The client as the far side of a managed device.
+//! The client as the remote of a managed device.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,4 @@
-//! A mount that begins while its site cannot be reached.
+//! A mount that starts while its site is unreachable.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

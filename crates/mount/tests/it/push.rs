@@ -1,4 +1,4 @@
-//! Pushes that are interrupted: by the link, by the site, by neither being there.
+//! Pushes interrupted by failures of the link or the site.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -50,7 +50,7 @@ pub fn soon(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// A managed device that pushes only when it is asked to.
+/// A managed device that pushes only on request.
 pub fn managed(client: &Arc<Client>, directory: &FakeDirectory) -> Arc<Synced> {
     Synced::open(SyncedOptions {
         sync: Sync::Local,
@@ -67,7 +67,7 @@ pub fn managed(client: &Arc<Client>, directory: &FakeDirectory) -> Arc<Synced> {
     .unwrap()
 }
 
-/// What the site has on its disk, with nobody else at it.
+/// The contents of the site's disk, while it is not in use.
 pub fn at_site(state: &Path, base: &[u8]) -> Vec<u8> {
     let directory = state.join("overlays/web");
     let mut found = None;

@@ -1,4 +1,4 @@
-//! Epochs that take long to be sealed and copied, and what goes on meanwhile.
+//! Epochs that take long to seal and copy, with other requests meanwhile.
 
 use std::io;
 use std::path::Path;
@@ -316,7 +316,7 @@ fn commits_of_one_epoch_while_it_is_copied_start_no_more_copies() {
     wait(|done| client.close(done)).unwrap();
 }
 
-/// A commit that waits for the copy of the one before, or for a disk's sync, keeps nobody waiting who only asks.
+/// A commit that waits for the copy of the previous one, or for a disk's sync, does not delay queries.
 #[test]
 fn another_mount_is_answered_while_a_commit_waits() {
     for waits_for_the_copy in [true, false] {
@@ -412,7 +412,7 @@ fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
     assert!(at_site(&state, &base) == model);
 }
 
-/// Nobody has the image any more but the thread that copies.
+/// Only the copying thread still uses the image.
 #[test]
 fn changes_are_dropped_once_they_have_been_copied() {
     let runtime = runtime();
@@ -435,7 +435,7 @@ fn changes_are_dropped_once_they_have_been_copied() {
         // Before the scope waits for its threads, also when it panics.
         let opens = Opens(Arc::clone(&gate));
         let dropped = scope.spawn(|| site.server.drop_changes(&image));
-        // Longer than somebody who has it may take to let go of it.
+        // Longer than a user may take to release it.
         std::thread::sleep(Duration::from_secs(12));
         drop(opens);
         let dropped = dropped.join().unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! What several tests need.
+//! Test helpers.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! How connections end, and that nothing waits for an answer.
+//! How connections end, without waiting for replies.
 
 use std::time::Duration;
 
@@ -174,7 +174,7 @@ async fn a_dropped_long_send_cannot_be_followed() {
     let (a, _b) = Connection::pair().unwrap();
     let (_in, mut out) = a.split();
     let long = vec![1; MAX_FRAME];
-    // Nobody reads, so this cannot complete.
+    // The peer does not read, so this cannot complete.
     let sent = tokio::time::timeout(Duration::from_millis(50), out.send(1, &long)).await;
     assert!(sent.is_err());
     for result in [

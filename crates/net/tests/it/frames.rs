@@ -1,4 +1,4 @@
-//! What crosses a connection, and what must not.
+//! Frames that a connection accepts, and those that it must not.
 
 use std::time::Duration;
 

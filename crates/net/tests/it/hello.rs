@@ -1,4 +1,4 @@
-//! Greeting.
+//! The exchange of hellos.
 
 use drover_net::{Connection, NetError, PROTOCOL_MAX, Role, encode, greet, greet_as};
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Two ends of real connections, honest and hostile.
+//! Real connections, with honest and hostile peers.
 
 mod ends;
 mod frames;

@@ -1,4 +1,4 @@
-//! Finding a peer, or saying why not.
+//! Connecting to a peer, and the errors of that.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::net::TcpListener;
 
 use crate::util::listener;
 
-/// An address of this machine where nobody listens.
+/// A local address without a listener.
 async fn nobody() -> String {
     let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
     socket.local_addr().unwrap().to_string()
@@ -67,7 +67,7 @@ async fn the_address_where_the_right_site_answers_wins() {
     assert_eq!(c.peer(), Some(server.key()));
     assert_eq!(c.remote(), format!("lyon at {right_address}"));
 
-    // Without the right one, that somebody else answered matters more than that one did not.
+    // Without the right peer, a reply from another site is the more important error than no reply.
     let e = connect_any(&addresses[..2], &me, &server.key(), &options)
         .await
         .unwrap_err();

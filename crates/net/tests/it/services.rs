@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-/// Counts down, saying every number, until it is at zero or told to leave off.
+/// Counts down and reports every number, until zero or until it is stopped.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Count(u32);
 

@@ -1,4 +1,4 @@
-//! Limits of rate and patience, on a paused clock.
+//! Rate limits and timeouts, on a paused clock.
 
 use std::sync::Arc;
 use std::time::Duration;

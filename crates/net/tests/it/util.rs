@@ -1,4 +1,4 @@
-//! What several tests need.
+//! Test helpers.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, LazyLock};

@@ -188,7 +188,7 @@ fn the_power_may_fail_at_any_step() {
                 let said = format!("seed {seed}, step {step}, crash {crash}");
                 let found = match open(shared(&after)) {
                     Ok((mut log, found)) => {
-                        // What was found is durable now, and the log goes on.
+                        // What was found is durable now, and the log can be appended to.
                         log.append(&[record(1 << 40)]).unwrap();
                         log.sync().unwrap();
                         let mut again = found.clone();

@@ -1,5 +1,5 @@
-//! What happens to an image, or to how it is named, between a transfer that was stopped and the
-//! next try: the same content resumes, and what is there is used in any case.
+//! Changes to an image, or to its name, between a stopped transfer and the next attempt: the same
+//! content resumes, and received blocks are used in any case.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -1,4 +1,4 @@
-//! Several transfers at a site, unfinished ones among them: what is here is matched all the same.
+//! Several transfers at a site, including unfinished ones: their blocks are matched.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -126,7 +126,7 @@ async fn what_was_unfinished_at_a_crash_is_matched_too() {
     caught_up(&there).await;
     let report = send_as(&Client::new(), &b, "b.raw", &there).await;
     assert!(report.matched_blocks > 2048 + 4000, "{report:?}");
-    // And that one goes on where it was.
+    // And that one resumes.
     let report = client.send(&[&a], &there).await.unwrap().remove(0);
     same(&a, &there.image("a.raw"));
     assert!(report.resumed_blocks > 2048 + 4000, "{report:?}");
@@ -155,7 +155,7 @@ async fn at_once(paths: &[std::path::PathBuf], there: &TestSite, limit: u64) -> 
     reports
 }
 
-/// An image of which a quarter is its own, in stretches, and the rest everybody's.
+/// An image of which a quarter is unique, in runs, and the rest is shared by all.
 fn alike(seed: u64, mib: usize) -> Vec<u8> {
     let mut bytes = unlike(1000, mib);
     let own = unlike(seed, mib);

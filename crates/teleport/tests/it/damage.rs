@@ -1,4 +1,4 @@
-//! State files that are damaged or gone between two runs of a site.
+//! State files damaged or deleted between two runs of a site.
 
 use std::path::Path;
 

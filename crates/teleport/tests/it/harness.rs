@@ -1,4 +1,4 @@
-//! A site behind a listener, a catalog in memory, and images made from a seed.
+//! A site with a listener, a catalog in memory, and images generated from a seed.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

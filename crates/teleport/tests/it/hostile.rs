@@ -1,4 +1,4 @@
-//! Peers that break the rules, and destinations that cannot take an image.
+//! Peers that violate the protocol, and destinations that cannot accept an image.
 
 use std::time::Duration;
 
@@ -79,7 +79,7 @@ fn flat(bytes: u64) -> Layout {
     Layout::in_file_order(bytes, std::slice::from_ref(&(0..bytes)))
 }
 
-/// Whatever is said after the handshake, the site goes on and delivers nothing.
+/// Whatever is sent after the handshake, the site continues and delivers nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_that_make_no_sense_end_the_session_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Sequence data gives room back where the matcher is another machine's.
+//! Freeing sequence data, with the matcher on another host.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

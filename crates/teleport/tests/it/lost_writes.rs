@@ -1,5 +1,5 @@
-//! Disks that lose what was written: they say so once, memory goes on showing the bytes, and the
-//! next sync succeeds.
+//! Disks that lose writes: they report it once, the page cache keeps the bytes, and the next sync
+//! succeeds.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Cut links, sites that die, sources that stop: what was durable is not sent again.
+//! Broken links, crashed sites, stopped sources: durable data is not sent again.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Sequence data gives room back.
+//! Freeing sequence data.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Images that arrive as they are.
+//! Images are delivered unchanged.
 
 use crate::harness::*;
 

@@ -1,4 +1,4 @@
-//! A teleporter on a third machine: what it is good for, and that nothing depends on it.
+//! A teleporter on a third host: its use, and that transfers succeed without it.
 
 use std::path::Path;
 use std::sync::Arc;

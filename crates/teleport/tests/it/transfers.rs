@@ -1,4 +1,4 @@
-//! What is unfinished at a site: it is listed, removed and expires, and never under somebody's hands.
+//! Unfinished transfers at a site: listing, removal and expiry, but never while in use.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -181,7 +181,7 @@ async fn what_nothing_comes_to_expires() {
         let file = std::fs::File::options().write(true).open(dir.join(name));
         file.unwrap().set_modified(old).unwrap();
     }
-    // Not while it goes on, however old it is.
+    // Not while it is in progress, however old it is.
     assert_eq!(t.expire(WEEK + Duration::from_secs(3600)).await, 0);
     assert_eq!(t.expire(WEEK).await, 1);
     assert_eq!(entries(&t.transfers()), 0);

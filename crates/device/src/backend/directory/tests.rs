@@ -343,7 +343,7 @@ fn what_a_failed_sync_lost_is_never_flushed() {
         let hit = operation == Operation::Sync && name == "00000000.chunk";
         (hit && once.swap(false, Ordering::Relaxed)).then_some(std::io::ErrorKind::Other)
     });
-    // The file is synced when it is closed to make room, and fails there, where nobody asked for it.
+    // The file is synced when it is closed to free a descriptor, and the sync fails there, outside any flush.
     for chunk in 1..10u64 {
         device.write(chunk * 4096, &[1; 10]).unwrap();
         assert!(device.open_files() <= 4);

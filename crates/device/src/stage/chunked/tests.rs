@@ -199,7 +199,7 @@ fn writes_to_parts_of_one_chunk_by_many_threads_are_all_kept() {
     const PART: usize = 512;
     const THREADS: usize = 8;
     const ROUNDS: u8 = 60;
-    // Thread n owns the nth part of every chunk, so that each chunk is everybody's.
+    // Thread n owns the nth part of every chunk, so that all threads share each chunk.
     let device = slow(64 << 10);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {

@@ -16,7 +16,7 @@ fn until(what: impl Fn() -> bool) {
     }
 }
 
-/// A device whose requests hang when told to, under a lock.
+/// A device whose requests hang on demand, under a lock.
 fn hanging(timeout: Duration) -> (Arc<Lockable<Cut<MemoryDevice>>>, LockHandle, CutHandle) {
     let (below, cut) = Cut::new(MemoryDevice::new(8192), timeout);
     let (device, lock) = Lockable::new(below, timeout);
@@ -192,7 +192,7 @@ fn nothing_moves_below_a_locked_device() {
                 let first = &page[..8];
                 assert!(page.chunks(8).all(|word| word == first), "a torn write");
             }
-            // Until somebody has written again.
+            // Until the next write.
             let before = written.load(Ordering::Relaxed);
             until(|| written.load(Ordering::Relaxed) > before);
         }

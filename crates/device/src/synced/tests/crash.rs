@@ -1,6 +1,6 @@
-//! Lives of a device, from seeds: requests, flushes, cuts of the link, refusals of the far side, a small cache, and a
-//! cache disk that loses power at any step. Against two models: what each sector may hold after a crash, and which
-//! states the far side may be at.
+//! Random histories of a device, from seeds: requests, flushes, link failures, refusals of the remote, a small cache,
+//! and a cache disk that loses power at any step. Compared with two models: the permitted contents of each sector after a
+//! crash, and the permitted states of the remote.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,12 @@ const CHUNKS: usize = 40;
 const SIZE: usize = CHUNKS * CHUNK as usize - 5000;
 const SECTOR: usize = 512;
 
-/// The states that the device had, by their digests, and what the far side was at.
+/// The states that the device had, by their digests, and the last seen state of the remote.
 #[derive(Default)]
 struct History {
     states: HashMap<[u8; 32], u64>,
     count: u64,
-    /// The far side is never at an earlier one again.
+    /// The remote never returns to an earlier one.
     at: u64,
     /// Until the state after a crash has been looked at, commits wait here to be judged.
     unjudged: Option<Vec<[u8; 32]>>,
@@ -92,7 +92,7 @@ impl Life {
             cache_size: self.small.then_some(1),
             push_interval: Duration::from_millis(self.random.u64(1..30)),
             high_water: [4096, 100_000, 1 << 30][self.random.usize(0..3)],
-            // Longer than refusals of the far side in a row keep anybody waiting.
+            // Longer than a series of refusals of the remote can delay a request.
             give_up_after: Duration::from_secs(120),
             prefetch: match self.random.bool() {
                 true => Order::None,
@@ -165,8 +165,8 @@ impl Life {
         }
     }
 
-    /// Whether a write failed because a small cache is full of dirty chunks that the far side refuses. The link is never down
-    /// for as long as writes wait.
+    /// Whether a write failed because a small cache is full of dirty chunks that the remote refuses. The link is never
+    /// down for as long as writes wait.
     fn is_refused(&self, error: &DeviceError) -> bool {
         self.small && matches!(error, DeviceError::NoSpace(why) if why.contains("cannot be pushed"))
     }
@@ -206,7 +206,7 @@ impl Life {
         }
     }
 
-    /// Also a flush to the far side alone, if the mode is local: it is a flush of this side first.
+    /// With local sync, also a flush to the remote: it includes a local flush.
     fn settled_locally(&mut self) {
         // A write that failed because of the power may be there or not: a flush of nothing says nothing about it.
         if self.directory.is_off() {
@@ -257,7 +257,7 @@ impl Life {
         }
     }
 
-    /// The far side refuses some commits, and the link is cut around others, and around some parts of epochs.
+    /// The remote refuses some commits, and the link is cut around others, and around some parts of epochs.
     fn make_commits_fail(&mut self) {
         let mut random = self.random.fork();
         let remote = Arc::downgrade(&self.remote);
@@ -289,7 +289,7 @@ impl Life {
             // Stops the threads; whatever they were at comes to its end or fails.
             drop(device);
         }
-        // The far side takes nothing more from a connection that is gone.
+        // The remote accepts nothing more from a dead connection.
         self.remote.close(Box::new(|_| {}));
         self.directory = match kill {
             true => self.directory.after_kill(),

@@ -1,4 +1,4 @@
-//! Caches of another image of the same name, and those of version 1, which do not say of which they are.
+//! Caches of another image of the same name, and caches of version 1, which do not record their image.
 
 use super::*;
 use drover_storage::chunk_log::ChunkLog;

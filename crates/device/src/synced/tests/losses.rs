@@ -1,4 +1,4 @@
-//! Answers that are lost, and moments that are bad ones.
+//! Lost replies, and failures at critical moments.
 
 use super::*;
 use crate::remote::Remote;
@@ -150,7 +150,7 @@ fn a_trim_of_everything_takes_memory_by_a_limit() {
     assert_eq!(device.shared.table.lock().dirty.len(), dirty);
 }
 
-/// A far side whose link comes up, and is told of, while somebody looks at it.
+/// A remote whose link comes up, and reports it, while its state is being queried.
 struct Rising {
     inner: Arc<LocalRemote>,
     attached: std::sync::atomic::AtomicBool,

@@ -1,4 +1,4 @@
-//! Reading and pulling.
+//! Reads and background fetching.
 
 use super::*;
 use crate::remote::Chunks;
@@ -35,7 +35,7 @@ impl Watched {
         self.order.lock().clone()
     }
 
-    /// Whether reads were asked for before those before them had come.
+    /// Whether reads were requested while earlier ones were in flight.
     pub fn was_read_ahead(&self) -> bool {
         let chunks: u64 = (0..self.reads.len()).map(|i| self.reads(i)).sum();
         self.peak.load(Ordering::Acquire) > 1 || self.calls.load(Ordering::Acquire) < chunks / 2
@@ -180,7 +180,7 @@ fn a_process_that_was_killed_finds_its_chunks_verified() {
     let remote = far.remote_over(Arc::clone(&watched) as _);
     let device = Synced::open(options(&after, &remote)).unwrap();
     assert!(read_all(&device) == bytes);
-    // What is wanted just while it is asked for in the background may come twice.
+    // A chunk that is read just while it is requested in the background may arrive twice.
     let order = watched.order();
     assert!(!order.is_empty(), "what was changed is not seen");
     assert!(order.iter().all(|i| *i == index as u64), "{order:?}");

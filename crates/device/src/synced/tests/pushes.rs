@@ -1,4 +1,4 @@
-//! Epochs.
+//! Pushing epochs.
 
 use super::*;
 use crate::remote::Remote;
@@ -134,7 +134,7 @@ fn an_image_that_changed_elsewhere_is_never_merged() {
     let device = Synced::open(local(&directory, &far.remote())).unwrap();
     assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     device.close(true).unwrap();
-    // Somebody else writes.
+    // Another writer.
     far.device.write(0, &[9; 4096]).unwrap();
     far.committed
         .store(far.committed().after(1).0, Ordering::Release);

@@ -1,11 +1,11 @@
-//! Epochs that are interrupted go on where they stood.
+//! Interrupted epochs are resumed.
 
 use super::*;
 use crate::remote::Remote;
 
 const SIZE: usize = 24 << 20;
 
-/// Pushes only when it is asked to.
+/// Pushes only on request.
 fn quiet(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
     SyncedOptions {
         sync: Sync::Local,
@@ -115,7 +115,8 @@ fn what_is_written_meanwhile_belongs_to_the_next_epoch() {
     assert_eq!(far.commits.load(Ordering::Acquire), 2);
 }
 
-/// The far side loses staged parts with its power: what can be sent again is, else the epoch begins anew. Never a mixture.
+/// The remote loses staged parts in a power failure: they are sent again if possible, else the epoch restarts. The
+/// result is never a mixture.
 #[test]
 fn what_the_far_side_lost_is_sent_again_or_the_epoch_begins_anew() {
     for overwritten in [false, true] {
@@ -145,7 +146,7 @@ fn what_the_far_side_lost_is_sent_again_or_the_epoch_begins_anew() {
     }
 }
 
-/// The far side loses staged parts and says so at the commit only, on a link that stands.
+/// The remote loses staged parts and reports it only at the commit, while the link stays up.
 #[test]
 fn what_is_missing_at_a_commit_is_sent_again() {
     let far = Far::new(&vec![0; SIZE]);
@@ -194,7 +195,7 @@ fn a_refusal_for_lack_of_room_loses_nothing_of_the_epoch() {
     assert_eq!(far.pushed.load(Ordering::Acquire), SIZE as u64);
 }
 
-/// Old bytes of an interrupted epoch fill the cache's disk: it is given up for them, and writing goes on.
+/// Preserved bytes of an interrupted epoch fill the cache's disk: the epoch is abandoned, and writes continue.
 #[test]
 fn an_interrupted_epoch_gives_way_on_a_full_disk() {
     const SIZE: usize = 80 << 20;

@@ -1,4 +1,4 @@
-//! Caches and disks that are full.
+//! Full caches and full disks.
 
 use super::pulls::{Watched, quiet};
 use super::*;
@@ -15,7 +15,7 @@ fn small(directory: &FakeDirectory, remote: &Arc<LocalRemote>, chunks: u64) -> S
     }
 }
 
-/// A device that flushes to its cache and pushes only when it is asked to.
+/// A device that flushes to its cache and pushes only on request.
 fn keeping(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> Arc<Synced> {
     Synced::open(SyncedOptions {
         sync: Sync::Local,
@@ -50,7 +50,7 @@ fn a_device_closes_on_a_full_disk_when_all_was_pushed() {
         let left =
             CacheContents::read(&(Arc::new(directory.clone()) as Arc<dyn Directory>)).unwrap();
         assert_eq!(left.map_or(0, |left| left.dirty), 0);
-        // Somebody else writes meanwhile: nothing of here may stand in the way, or be taken for what is there.
+        // Another writer meanwhile: stale local data must neither block it nor be mistaken for its data.
         far.device.write(at(50), &[9; 4096]).unwrap();
         far.committed
             .store(far.committed().after(1).0, Ordering::Release);
@@ -96,7 +96,7 @@ fn a_close_that_failed_is_tried_again_and_then_keeps_everything() {
         (operation == Operation::Write).then_some(std::io::ErrorKind::StorageFull)
     });
     assert!(matches!(device.close(false), Err(DeviceError::NoSpace(_))));
-    // Nobody takes the cache away between two attempts.
+    // The cache stays locked between two attempts.
     let other = Synced::open(quiet(&directory, &far.remote()));
     assert!(other.is_err());
     directory.set_faults(|_, _| None);
@@ -169,7 +169,7 @@ fn a_write_waits_for_the_link_when_the_cache_is_full_of_what_was_not_pushed() {
         let waiting = scope.spawn(|| device.write(at(20), &[20; CHUNK as usize]));
         std::thread::sleep(Duration::from_millis(700));
         assert!(!waiting.is_finished());
-        // What is not here can still be asked for, and what is here be read.
+        // Missing chunks can still be requested, and cached ones read.
         let mut buffer = [0; 100];
         device.read(at(3), &mut buffer).unwrap();
         assert_eq!(buffer, [3; 100]);
@@ -292,7 +292,7 @@ fn a_reader_in_order_is_read_ahead_of_through_a_cache_smaller_than_the_image() {
         for index in 0..CHUNKS {
             device.read(at(index), &mut buffer).unwrap();
             assert!(buffer == expected[index as usize * CHUNK as usize..][..CHUNK as usize]);
-            // Each of the far side's threads may be putting one in.
+            // Each thread of the remote may be inserting one.
             assert!(device.shared.states.stored() <= 64 + 3);
         }
         assert!(watched.was_read_ahead(), "{prefetch:?}");
@@ -366,8 +366,8 @@ fn a_reader_waits_for_the_background_read_that_is_under_way() {
     assert!(twice.is_empty(), "{twice:?}");
 }
 
-/// Of a chunk that is here in part, under way to the far side, what is not here is written in vain: there is nothing more
-/// to push then, and no epoch with nothing in it.
+/// While a partial chunk is being pushed, a write to its missing part fails: nothing more is to be pushed then, and no
+/// empty epoch is sent.
 #[test]
 fn a_write_that_changed_nothing_is_not_pushed() {
     let bytes = random_bytes(15, 40 * CHUNK as usize);

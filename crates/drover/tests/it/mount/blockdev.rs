@@ -165,7 +165,7 @@ fn sqlite_commits_through_cuts_of_the_link() {
     until("nothing uses the device", || {
         m.unmount(&device, &[]).code == Some(0)
     });
-    // The far side has every row.
+    // The remote site has every row.
     let device = m.mount("db.raw", "disk", &["--device", "--read-only"]);
     {
         let _tree = Tree::mount(&device, &at, "ro");

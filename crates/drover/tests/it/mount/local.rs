@@ -93,7 +93,7 @@ fn a_file_is_served_and_written_in_place() {
     );
     a.run(&["mounts", "--metrics"]).ok();
 
-    // A second writer is refused, also by another name, and told who holds the disk.
+    // A second writer is refused, also by another name, and the error names the holder of the disk.
     let name = mount["name"].as_str().unwrap();
     fs::hard_link(&file, a.path("link.raw")).unwrap();
     std::os::unix::fs::symlink(&file, a.path("symlink.raw")).unwrap();
@@ -323,7 +323,7 @@ fn a_file_that_a_mount_writes_is_neither_indexed_nor_sent() {
         a.run(&["send", file, "far"]).fails(3, &words);
     }
     assert_eq!(a.run(&["images", "--json"]).ok().json().len(), 0);
-    // The record of a mount that died keeps nobody out, nor does one that only reads.
+    // Neither the record of a dead mount nor a read-only mount blocks others.
     a.kill_daemon();
     a.run(&["index", text(&files[2])]).ok();
     a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();

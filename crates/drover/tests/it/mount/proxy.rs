@@ -102,7 +102,7 @@ impl Proxy {
         self.shared.to_near.load(Ordering::Relaxed)
     }
 
-    /// Bytes forwarded to the far side.
+    /// Bytes forwarded to the remote site.
     pub fn to_far(&self) -> u64 {
         self.shared.to_far.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Programs that use the file in their own ways: databases, mappings, direct I/O, many threads.
+//! Programs that use the file in different ways: databases, mappings, direct I/O, many threads.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -1,4 +1,4 @@
-//! The process that serves is killed: what is left can be cleared, and nothing waits for ever.
+//! The serving process is killed: what remains can be cleaned up, and nothing hangs.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};

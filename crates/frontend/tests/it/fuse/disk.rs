@@ -421,7 +421,7 @@ fn it_is_as_it_was_asked_for() {
             ),
         ],
     );
-    // Dropped without a detach, it goes when nobody has it open.
+    // Dropped without a detach, it disappears when it is no longer open.
     drop(disk);
     eventually("the device is gone", || {
         attached_under(&place.path("")).is_empty()

@@ -1,4 +1,4 @@
-//! The file itself: what reads, writes, seeks and the rest of a file's calls do to the device.
+//! The file itself: the effect of reads, writes, seeks and other file operations on the device.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;

@@ -1,4 +1,4 @@
-//! A cache without room.
+//! A full cache.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -47,7 +47,7 @@ fn writes_that_wait_for_room_keep_no_local_read_waiting() {
         say.send(()).unwrap();
     });
     let heard = hear.recv_timeout(Duration::from_secs(60));
-    // Also when it failed: nobody could end this process otherwise.
+    // Also after a failure: otherwise this process could not be ended.
     remote.mend();
     heard.expect("a local read waits");
     reads.join().unwrap();

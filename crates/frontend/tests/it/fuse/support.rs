@@ -1,4 +1,4 @@
-//! What the tests share: places that are cleaned up whatever happens, and what this machine can do.
+//! Test helpers: directories that are always cleaned up, and checks of the host's features.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

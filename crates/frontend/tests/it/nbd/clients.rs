@@ -1,4 +1,4 @@
-//! Programs that people use.
+//! Common NBD clients.
 
 use std::path::Path;
 use std::process::{Child, Command};

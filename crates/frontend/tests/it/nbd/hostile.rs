@@ -1,4 +1,4 @@
-//! Clients that nobody should meet. The server hangs up on them, or refuses the one thing, and goes on.
+//! Hostile clients. The server disconnects them, or refuses the request, and continues to serve.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -19,7 +19,7 @@ use crate::support::noise;
 /// How long that server waits: longer than a decent client is held up on a busy machine.
 const SHORT: Duration = Duration::from_secs(2);
 
-/// A server that waits for nobody long.
+/// A server with short timeouts.
 fn impatient(size: u64) -> Served {
     let options = ServerOptions {
         handshake: SHORT,
@@ -38,7 +38,7 @@ fn is_fine(path: &Path) {
     assert!(raw.is_hung_up());
 }
 
-/// No connection stays behind.
+/// No connection remains.
 fn all_are_gone(served: &Served) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while served.server.counts().open > 0 {

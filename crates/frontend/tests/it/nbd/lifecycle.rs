@@ -1,4 +1,4 @@
-//! Exports, sockets, the beginning and the end.
+//! Exports, sockets, start and shutdown.
 
 use std::io::Read;
 use std::net::TcpStream;

@@ -1,9 +1,9 @@
-//! What a client may count on while many requests are under way: a request that is sent after another was answered sees
-//! what that one did, and each answer has its own request's bytes. NBD promises no more: requests that are under way
-//! at the same time are done in any order, so these never touch the same bytes unless both read.
+//! Guarantees with many requests in flight: a request sent after another was answered sees its effect, and each reply
+//! has the bytes of its own request. NBD guarantees no more: requests in flight at the same time are executed in any
+//! order, so these never overlap unless both are reads.
 //!
-//! fio's `randrw` with `verify` looks at the same, but `bad header rand_seed` from it is a fault of its own: it happens
-//! with any server when fio visits a block twice (`time_based`, `loops`, `norandommap`).
+//! fio's `randrw` with `verify` checks the same, but its `bad header rand_seed` is a fault of fio: it happens with any
+//! server when fio visits a block twice (`time_based`, `loops`, `norandommap`).
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -40,7 +40,7 @@ fn pattern(cookie: u64, offset: u64, length: u32) -> Vec<u8> {
     words.flat_map(u64::to_be_bytes).collect()
 }
 
-/// The first word that differs, told in words.
+/// A description of the first word that differs.
 fn difference(found: &[u8], expected: &[u8]) -> Option<String> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         let words = bytes.as_chunks::<8>().0;
@@ -61,7 +61,7 @@ fn difference(found: &[u8], expected: &[u8]) -> Option<String> {
 fn drive(served: &Served, seed: u64, structured: bool) -> Vec<u8> {
     let mut raw = Raw::go(&served.socket(), "", structured);
     let mut stream = raw.stream.try_clone().expect("a second handle");
-    // What is sent waits for nobody who receives.
+    // Sending does not wait for receiving.
     let (send, sent) = mpsc::channel::<Vec<u8>>();
     let sender = std::thread::spawn(move || {
         for bytes in sent {

@@ -1,4 +1,4 @@
-//! A client of plain bytes, and a device that does as a test wants.
+//! A client that sends and receives raw bytes, and a device controlled by the test.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};

@@ -1,4 +1,4 @@
-//! Requests by the byte: what each does, and what is refused with which error.
+//! Requests byte by byte: the effect of each, and which are refused with which error.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! A cache without room.
+//! A full cache.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The server in TLS, with clients that have certificates, the wrong ones, or none.
+//! The server with TLS, and clients with valid, wrong or no certificates.
 
 use std::path::Path;
 use std::sync::Arc;

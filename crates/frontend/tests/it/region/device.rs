@@ -1,4 +1,4 @@
-//! A device that counts, waits and fails as a test says.
+//! A device that counts, waits and fails as the test requires.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

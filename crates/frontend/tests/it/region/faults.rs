@@ -1,4 +1,4 @@
-//! How pages come: by touches, by calls, in the background; and when the device does not give them.
+//! How pages are loaded: by faults, by calls, in the background; and what happens when the device fails.
 
 use std::io::Write;
 use std::ops::Range;
@@ -274,7 +274,7 @@ fn the_device_is_told_what_comes_next() {
         advice.iter().all(|range| range.end <= 4 << 20),
         "{advice:?}"
     );
-    // Each is told before it is read.
+    // Each is announced before it is read.
     assert!(
         advice
             .first()
@@ -302,7 +302,7 @@ fn a_region_fills_itself_and_faults_overtake() {
     let mut region = region(&device, options);
     let (at, last) = (At(region.as_ptr()), bytes.len() - 1);
     let touched = std::thread::spawn(move || { at }.touch(last));
-    // The last page is asked for while what fills the region waits for its first ones.
+    // The last page is requested while the populating thread waits for the first ones.
     let until = Instant::now() + Duration::from_secs(60);
     let is_last = |read: &Range<u64>| read.contains(&(last as u64));
     while !device.reads.lock().iter().any(is_last) && Instant::now() < until {

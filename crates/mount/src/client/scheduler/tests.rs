@@ -165,7 +165,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     assert!(scheduler.select(ms(0)).is_none());
     scheduler.arrived(1, 32 << 10, 0, ms(10)).unwrap();
     let (_, request, _) = scheduler.select(ms(10)).expect("it has arrived");
-    // What is told again, or less of it, changes nothing; what was not sent is a lie.
+    // A repeated or lower report changes nothing; a report beyond what was sent is a violation.
     scheduler.arrived(1, 1 << 10, 0, ms(10)).unwrap();
     let lie = scheduler.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
@@ -195,7 +195,7 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
     scheduler.connection_up(0, ConnectionKind::Back);
     let mut next = 0;
     let mut came = Vec::new();
-    // Whatever is asked for comes at once, and the disk takes nothing.
+    // Every request is answered at once, and the disk accepts nothing.
     while scheduler.room().is_some() {
         scheduler.enqueue(background(next, 1)).unwrap();
         next += 1;

@@ -1,4 +1,4 @@
-//! Mounts that are rude to a site.
+//! Mounts that violate the protocol.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Overlays that nobody has open: summaries and discarding.
+//! Closed overlays: summaries and discarding.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! The power fails at every step; what is found is held against all that may be there.
+//! Power failures at every step; the recovered state is compared with all permitted ones.
 
 use super::*;
 
@@ -158,7 +158,7 @@ fn check(
         "{said}: what was never there"
     );
     overlay.abandon().unwrap();
-    // It goes on, and stays.
+    // It continues, and its data survives.
     overlay.write(100, &[9; 5000]).unwrap();
     overlay.flush().unwrap();
     let mut later = found;

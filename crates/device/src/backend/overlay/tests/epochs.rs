@@ -1,4 +1,4 @@
-//! Staging, sealing, copying.
+//! Epochs: staging, sealing, copying.
 
 use std::io;
 use std::sync::atomic::AtomicBool;
@@ -173,7 +173,7 @@ fn plain_changes_wait_for_a_staged_epoch() {
     let base = image(8 * BLOCK);
     let overlay = open_fake(&fake, &base).unwrap();
     overlay.write(0, &[1; 10]).unwrap();
-    // Somebody else wrote: those changes are an epoch of their own.
+    // Plain writes: those changes are an epoch of their own.
     let error = overlay.stage(Epoch(1), &[write(0, 1, BLOCK)]).unwrap_err();
     assert!(matches!(error, OverlayError::WrongEpoch { .. }), "{error}");
     assert_eq!(overlay.committed(), Epoch(1));

@@ -1,4 +1,4 @@
-//! Other bases, other users, and files that something has been at.
+//! Wrong bases, concurrent users, and damaged files.
 
 use std::io;
 

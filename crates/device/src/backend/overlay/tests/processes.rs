@@ -14,7 +14,7 @@ fn open_in(path: &Path) -> Result<Overlay, OverlayError> {
     open_over(directory, &image(SIZE), Options::default())
 }
 
-/// The test of this name in a process of its own, told where the overlay is.
+/// Runs the test of this name in a process of its own, and passes it the overlay's directory.
 struct Process(Child);
 
 impl Process {

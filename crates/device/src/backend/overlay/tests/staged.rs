@@ -1,4 +1,4 @@
-//! Epochs that are interrupted: what was taken of them stays staged, and only that.
+//! Interrupted epochs: parts that were accepted stay staged, and only those.
 
 use super::*;
 
@@ -116,7 +116,7 @@ fn an_epoch_may_be_as_large_as_its_device() {
     assert_eq!(bytes, [9; 10]);
 }
 
-/// The power fails at every step of an epoch; whoever sent it goes on with what is staged then.
+/// Power failures at every step of an epoch; the sender resumes from what is staged then.
 #[test]
 fn an_interrupted_epoch_becomes_the_one_that_was_frozen() {
     for seed in 0..6 {
