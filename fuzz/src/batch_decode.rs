@@ -1,5 +1,5 @@
-//! A batch from an untrusted source. What is decoded is whole, and is what it encodes to. Half
-//! of the inputs are only the front of a batch, and get digests and proofs of the right length.
+//! A batch from an untrusted source. Decoded batches are complete, and encode to the same bytes.
+//! Half of the inputs are only the front of a batch, and get digests and proofs of the right length.
 
 use drover_core::Digest;
 use drover_teleport::protocol::BATCH_BLOCKS;

@@ -1,5 +1,4 @@
-//! The first frame of a connection and the refusal that may answer it: any bytes are one or are refused, and stay within
-//! their limits.
+//! The first frame of a connection, and a refusal in reply: any bytes are decoded within the limits, or refused.
 
 use drover_net::service::{MAX_ID, decode_call};
 use drover_net::{Refusal, decode, encode};

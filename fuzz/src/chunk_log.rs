@@ -1,4 +1,4 @@
-//! A damaged or forged chunk log: replayed, and used further.
+//! A damaged or forged chunk log: replayed, and written.
 
 use std::sync::Arc;
 

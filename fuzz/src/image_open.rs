@@ -1,4 +1,4 @@
-//! Any bytes as an image: what is accepted has a layout that covers the file once, and a disk
+//! Any bytes as an image: if accepted, it has a layout that covers the file exactly once, and a disk
 //! that can be read. The corpus has seeds of every format; the first bytes choose the parser.
 
 use std::collections::BTreeMap;

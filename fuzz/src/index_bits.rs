@@ -1,4 +1,4 @@
-//! Zero maps and head bits from a peer: read or refused, and what is read is written the same.
+//! Zero maps and head bits from a peer: decoded or refused, and decoded ones encode to the same bytes.
 
 use drover_index::{ZeroMap, pack_heads, unpack_heads};
 

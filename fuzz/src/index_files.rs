@@ -1,6 +1,5 @@
-//! Any bytes in place of a piece of any file of the matcher's index: it opens, plans keep their
-//! rules, and it opens again. Checksums always hold in a fuzzing build, so that what they protect
-//! is reached.
+//! Any bytes in place of a part of any file of the matcher's index: it opens, plans stay valid, and it
+//! opens again. Checksums always match in a fuzzing build, so that the fuzzer reaches the code behind them.
 
 use drover_core::{Digest, Head};
 use drover_index::testing::Destination;

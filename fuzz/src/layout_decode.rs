@@ -1,5 +1,5 @@
-//! A layout from an untrusted peer. The checksum and the compression would keep a fuzzer out,
-//! so half of the inputs are bodies that are sealed here as a peer would.
+//! A layout from an untrusted peer. A fuzzer would not get past checksum and compression,
+//! so half of the inputs are bodies that are compressed and checksummed here.
 
 use drover_image::{Layout, LayoutLimits, layout::seal_for_fuzzing};
 

@@ -1,5 +1,5 @@
-//! A connection from an untrusted source: frame after frame is decoded and unpacked by the one stream
-//! of the connection. The other half of the inputs is packed as a source would, and must come back.
+//! A connection from an untrusted source: frames are decoded and decompressed by the connection's
+//! stream. The other half of the inputs is compressed as by a source, and must round-trip.
 
 use drover_core::BLOCK_SIZE;
 use drover_teleport::Effort;

@@ -1,4 +1,4 @@
-//! What an untrusted site asks of a lone teleporter, up to the teleporter's answer.
+//! Requests of an untrusted site to a separate teleporter, up to the reply.
 
 use drover_teleport::testing::{decode_event, encode_event};
 

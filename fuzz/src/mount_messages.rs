@@ -1,6 +1,6 @@
-//! What the two ends of a mount say: any bytes decode to something that encodes to itself, or are refused; a body is
-//! unpacked to the length that was announced, or refused; the pieces of an answer lie in it; of what it says is zero no
-//! more is kept than was asked for.
+//! Messages of both ends of a mount: any bytes decode to something that encodes to the same bytes, or are refused; a body
+//! is decompressed to its announced length, or refused; the parts of a reply are inside it; no more runs of zeros are kept
+//! than were requested.
 
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};

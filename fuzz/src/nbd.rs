@@ -1,5 +1,5 @@
-//! What an NBD client says: options in any order, then requests. Replies are well formed and no longer than what was
-//! asked for warrants; a request that passes the check is one that a device can be given.
+//! Input of an NBD client: options in any order, then requests. Replies are well-formed and bounded by the request; a
+//! request that passes the check is valid for a device.
 
 use drover_core::Capabilities;
 use drover_frontend::nbd::Facts;

@@ -1,4 +1,4 @@
-//! What an untrusted destination asks for: ascending runs that are apart, of a batch at most.
+//! Requests of an untrusted destination: ascending, disjoint runs of at most a batch.
 
 use drover_teleport::protocol::BATCH_BLOCKS;
 use drover_teleport::testing::Need;

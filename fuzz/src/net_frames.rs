@@ -1,5 +1,5 @@
 //! A peer's stream of frames, hello first: read to its end or refused, never more than the limit
-//! in memory. Half of the inputs are frames whose headers are made right here.
+//! in memory. Half of the inputs are frames with valid headers made here.
 
 use std::io::Write;
 use std::sync::LazyLock;
@@ -37,7 +37,7 @@ pub fn run(data: &[u8]) {
         0 => data.to_vec(),
         _ => framed(data),
     };
-    // What a socket takes at once, so that nobody has to write and read by turns.
+    // At most a socket's buffer, so that writing never blocks on reading.
     let bytes = &bytes[..bytes.len().min(60_000)];
     RUNTIME.block_on(async {
         let (mut peer, ours) = std::os::unix::net::UnixStream::pair().expect("sockets");

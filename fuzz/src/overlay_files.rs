@@ -1,4 +1,4 @@
-//! An overlay whose log of states, or whose redo file, is damaged or forged: opened, read, and used further.
+//! An overlay whose state log or redo file is damaged or forged: opened, read and written.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A plan from a teleporter on another machine: covers its batch exactly, and is what it encodes to.
+//! A plan from a separate teleporter: covers its batch exactly, and encodes to the same bytes.
 
 use drover_teleport::protocol::BATCH_BLOCKS;
 use drover_teleport::testing::{decode_answer, encode_answer};

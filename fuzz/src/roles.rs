@@ -1,5 +1,5 @@
-//! The state machines against peers that say anything in any order: they refuse, or they go on
-//! and keep their own promises.
+//! The state machines against arbitrary messages in any order: they refuse, or continue and keep their
+//! invariants.
 
 use std::collections::HashSet;
 use std::sync::Arc;

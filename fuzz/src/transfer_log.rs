@@ -1,5 +1,5 @@
-//! A damaged or forged log of a transfer, looked at and resumed; and the digest of a file by a
-//! layout and batches that a hostile source made up.
+//! A damaged or forged log of a transfer, inspected and resumed; and the digest of a file computed from
+//! a layout and batches of a hostile source.
 
 use std::sync::LazyLock;
 

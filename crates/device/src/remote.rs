@@ -119,7 +119,7 @@ impl Epoch {
     }
 }
 
-/// Whether the far side can be reached.
+/// Whether the remote can be reached.
 #[derive(Clone, Debug)]
 pub enum Link {
     /// Up. Numbered from 1, incremented each time the link is re-established.

@@ -8,7 +8,7 @@
 //! holds at that moment, whoever wrote it; a write has reached the device when it returns, and its error is its own; a
 //! loop device with direct I/O does not keep bytes twice. Mappings go through the page cache and are kept coherent by
 //! the kernel: it writes dirty pages back before, and drops pages after, direct requests to their range.
-//! [`Options::page_cache`] turns the page cache and its read-ahead on, for a device that nobody else writes; `O_DIRECT`
+//! [`Options::page_cache`] turns the page cache and its read-ahead on, for a device without other writers; `O_DIRECT`
 //! still bypasses it. The write-back cache stays off in both: with it, written bytes wait in the kernel, a `flush` that
 //! another front end of the device is asked for would not cover them, and errors surface long after the write.
 //!

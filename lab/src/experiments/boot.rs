@@ -97,7 +97,7 @@ fn missing((name, by): Way) -> Option<String> {
 /// The results of a boot.
 struct Booted {
     login: f64,
-    /// Bytes to and from the far side, over a link.
+    /// Bytes to and from the remote site, over a link.
     crossed: Option<(u64, u64)>,
     disk: Disk,
 }

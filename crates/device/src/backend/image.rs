@@ -141,7 +141,7 @@ impl BlockDevice for ImageDevice {
         {
             match run {
                 Ok(run) => runs.push(run),
-                // What is before the damage can be told.
+                // Extents before the damage are known.
                 Err(_) if !runs.is_empty() => break,
                 Err(error) => return Err(self.medium(error.into())),
             }

@@ -248,14 +248,14 @@ impl Shared {
             let whole = self.geometry.cover(index, &within) == all;
             let state = self.states.get(index);
             let next = match (&written, source) {
-                // Any part of it may have been written: what is here is still true, and differs from the far side.
+                // Any part of it may have been written: the cached data counts, and differs from the remote.
                 (Err(_), _) => match state {
                     ChunkState::Clean | ChunkState::Dirty => Some((ChunkState::Dirty, touch)),
                     ChunkState::Partial => {
                         let present = table.present.get(&index).copied().unwrap_or(0);
                         Some((ChunkState::Partial, touch & present))
                     }
-                    // Nobody looks at the file for these, or only after comparing the digest.
+                    // For these, the file is not read, or only after comparing the digest.
                     _ => None,
                 },
                 (Ok(()), Source::Zeros(_)) if whole => Some((ChunkState::Erased, all)),

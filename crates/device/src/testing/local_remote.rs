@@ -1,5 +1,5 @@
-//! A far side in the same process: any device, read and written by a few threads. Tests put stages beneath it that
-//! delay, fail and cut.
+//! A remote in the same process: any device, read and written by a few threads. Tests put stages below it that delay,
+//! fail and cut.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,21 +16,21 @@ use crate::remote::{
     Staged, StagedDone, Traffic,
 };
 
-/// Bytes read at once.
+/// Maximum bytes per read.
 const AT_ONCE: u64 = 1 << 20;
 
-/// What makes epochs count.
+/// Stages and commits epochs.
 pub trait Committer: Send + Sync {
-    /// The last epoch that counts.
+    /// The last committed epoch.
     fn committed(&self) -> Epoch;
 
-    /// Takes part of an epoch.
+    /// Stages part of an epoch.
     ///
     /// # Errors
-    /// [`DeviceError`]; the epoch is then given up.
+    /// [`DeviceError`]; the epoch is then abandoned.
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError>;
 
-    /// What is staged of an epoch, from byte `from` of the device on. One that stages nothing is sent everything again.
+    /// The staged parts of an epoch, from byte `from` of the device on. The default has none, so all of it is sent again.
     ///
     /// # Errors
     /// [`DeviceError`].
@@ -41,21 +41,22 @@ pub trait Committer: Send + Sync {
         })
     }
 
-    /// Makes an epoch count, durably. `covers` is how many bytes of the device it should have.
+    /// Commits an epoch durably. `covers` is how many bytes of the device it must contain.
     ///
     /// # Errors
-    /// [`DeviceError`]; [`DeviceError::Unavailable`] when it has others: it is asked then what is staged, and sent the rest.
+    /// [`DeviceError`]; [`DeviceError::Unavailable`] if it contains another number: the device then queries what is
+    /// staged, and sends the rest.
     fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError>;
 }
 
-/// Writes changes to the device as they come and flushes it at a commit: of an epoch that is cut off, some is there.
+/// Writes changes to the device as they arrive and flushes it at a commit: an interrupted epoch is partly visible.
 pub struct Direct {
     device: Arc<dyn BlockDevice>,
     committed: AtomicU64,
 }
 
 impl Direct {
-    /// Over `device`, which does not remember epochs: `committed` is the last one, for whoever keeps that elsewhere.
+    /// Over `device`, which does not store epochs: `committed` is the last one, from elsewhere.
     #[must_use]
     pub fn new(device: Arc<dyn BlockDevice>, committed: Epoch) -> Self {
         Self {
@@ -99,14 +100,14 @@ enum Job {
 
 struct Queue {
     fetches: VecDeque<Chunks>,
-    /// Runs that are being read: whoever wants a chunk of them waits for that.
+    /// Runs that are being read: requests for their chunks wait for that.
     reading: Vec<Chunks>,
-    /// Threads that are being told by [`Local::next`] what to read.
+    /// Threads inside [`Local::next`].
     handing: usize,
     jobs: VecDeque<Job>,
-    /// [`Local::next`] may have something.
+    /// [`Local::next`] may return chunks.
     kicked: bool,
-    /// How often the link came up; while it is down, why.
+    /// How often the link came up; while it is down, the reason.
     link: u64,
     down: Option<String>,
     closed: bool,
@@ -120,7 +121,7 @@ struct Inner {
     queue: Mutex<Queue>,
     changed: Condvar,
     local: OnceLock<Weak<dyn Local>>,
-    /// Held while the link is looked at and told: what is told last is how it is.
+    /// Held while the link's state is read and reported, so that the last report is the current state.
     telling: Mutex<()>,
     received: AtomicU64,
     sent: AtomicU64,
@@ -192,7 +193,7 @@ impl LocalRemote {
         }))
     }
 
-    /// Lets the link go down: what is under way fails or waits as [`Remote`] says.
+    /// Takes the link down: requests in flight fail or wait as documented at [`Remote`].
     pub fn cut(&self, why: &str) {
         let lost = {
             let mut queue = self.inner.queue.lock();
@@ -205,7 +206,7 @@ impl LocalRemote {
         self.inner.tell_link();
     }
 
-    /// Lets it come back.
+    /// Brings it up again.
     pub fn mend(&self) {
         {
             let mut queue = self.inner.queue.lock();
@@ -341,7 +342,7 @@ impl Inner {
         }
     }
 
-    /// One thread: first what somebody waits for, then other requests, then what may be fetched ahead.
+    /// One thread: foreground requests first, then others, then background fetching.
     fn work(&self) {
         loop {
             let mut queue = self.queue.lock();
@@ -363,7 +364,7 @@ impl Inner {
                 self.run(job, link);
             } else if queue.kicked {
                 queue.kicked = false;
-                // What is handed out now may be wanted before it is known here.
+                // A chunk handed out now may be requested before it is registered here.
                 queue.handing += 1;
                 drop(queue);
                 let most = AT_ONCE.max(u64::from(self.shape.chunk));
@@ -382,7 +383,7 @@ impl Inner {
         }
     }
 
-    /// Reads a run that is noted as being read.
+    /// Reads a run that is registered as being read.
     fn fetch(&self, chunks: Chunks) {
         let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
         self.in_flight.fetch_add(bytes, Ordering::Relaxed);
@@ -392,7 +393,7 @@ impl Inner {
             let count = step.min(chunks.end() - first) as u32;
             let part = Chunks { first, count };
             let result = self.read(part);
-            // Before it is told: what is asked for from then on is read anew.
+            // Before the reply: requests from then on are read again.
             self.queue.lock().was_read(part);
             let Some(local) = self.local() else { break };
             match result {
@@ -428,7 +429,7 @@ impl Inner {
         Ok(fetched.collect())
     }
 
-    /// `link` is the one that the request came by: an answer does not come by another.
+    /// `link` is the link of the request: a reply never uses another.
     fn run(&self, job: Job, link: u64) {
         match job {
             Job::Presence(chunks, done) => done(self.presence(chunks)),
@@ -500,7 +501,7 @@ impl Remote for LocalRemote {
     }
 
     fn attach(&self, local: Weak<dyn Local>) {
-        // A second one is not told: the first was promised all answers.
+        // A second one is not notified: the first was promised all replies.
         let _ = self.inner.local.set(local);
     }
 
@@ -578,7 +579,7 @@ mod tests {
     use super::*;
     use crate::backend::MemoryDevice;
 
-    /// Notes that the link is down late: when it was told that it is up, or after a while.
+    /// Processes a link failure late: after the report that the link is up, or after a while.
     struct Late {
         is_told: Sender<()>,
         up: (Sender<()>, Mutex<Receiver<()>>),
@@ -607,7 +608,7 @@ mod tests {
         }
     }
 
-    /// Else a device would take the link for down, for good, and its writers wait for room that nobody makes.
+    /// Otherwise a device would consider the link down forever, and its writers would wait for space forever.
     #[test]
     fn what_is_told_of_the_link_last_is_how_it_is() {
         let remote = LocalRemote::new(Arc::new(MemoryDevice::new(4096)), 4096, 1, None).unwrap();

@@ -28,7 +28,7 @@ pub enum Call {
     WriteCost(u64, u64),
 }
 
-/// A device in memory that claims the capabilities and cost that it is told to, and records every call.
+/// A device in memory with configurable capabilities and cost, which records every call.
 pub struct Probe {
     memory: MemoryDevice,
     capabilities: Capabilities,
@@ -58,7 +58,7 @@ impl Probe {
         Self::new(size, capabilities, Cost::Memory)
     }
 
-    /// What it was asked since this was called last. Questions for size and capabilities are not recorded.
+    /// The calls since the last call of this, without those for size and capabilities.
     pub fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.calls.lock())
     }

@@ -282,7 +282,7 @@ impl Shared {
         Ok(())
     }
 
-    /// How far a fill call came.
+    /// The number of bytes filled by a call, or its error.
     fn after(&self, offset: usize, done: Result<usize, Errno>) -> Result<usize, DeviceError> {
         match done {
             Ok(0) => {

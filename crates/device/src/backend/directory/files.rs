@@ -89,7 +89,7 @@ impl Table {
         Some(open)
     }
 
-    /// The file that was used least lately and that nobody is at work on.
+    /// The least recently used file that is not in use.
     fn oldest(&self) -> Option<u32> {
         self.order
             .values()

@@ -16,7 +16,7 @@ const LOCK: &str = "lock";
 
 const MAGIC: [u8; 8] = *b"DRVRDIR\0";
 const VERSION: u32 = 1;
-/// Magic, version, chunk, size, CRC-32C of what is before.
+/// Magic, version, chunk, size, CRC-32C of the preceding bytes.
 const LENGTH: usize = 8 + 4 + 4 + 8 + 4;
 
 /// An error that names the file.

@@ -146,7 +146,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Removes that record, if a crash could lose nothing. Nobody may be making changes.
+    /// Removes that record, if a crash could lose nothing. No changes may be in progress.
     pub(super) fn unmark(&self) -> Result<(), OverlayError> {
         if !self.marked.load(Ordering::Acquire) || self.unflushed.load(Ordering::Acquire) {
             return Ok(());

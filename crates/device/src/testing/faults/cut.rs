@@ -186,7 +186,7 @@ mod tests {
     fn what_hangs_goes_on_when_healed_and_gives_up_in_time() {
         let (device, handle) = Cut::new(MemoryDevice::new(8192), 10_000 * MS);
         handle.cut(CutHow::Hang);
-        // Nobody waits for advice.
+        // Hints have no reply.
         assert!(unavailable(&device.prefetch(0, 1)));
         std::thread::scope(|scope| {
             let hung = [0, 512].map(|at| {
