@@ -69,9 +69,11 @@ fn plan(input: &mut Input<'_>, blocks: u64) -> Vec<Run> {
             0 => From::Literal,
             1 => From::Image {
                 image: ImageId(7),
-                first,
+                first: CompactIndex(first),
             },
-            2 => From::Own { first },
+            2 => From::Own {
+                first: CompactIndex(first),
+            },
             _ => From::Sequence { first },
         };
         out.push(Run {
@@ -162,9 +164,7 @@ fn destination(input: &mut Input<'_>) {
                         assert!(run.from != From::Literal && run.count > 0);
                         assert!((start + run.count) as usize <= job.batch.digests.len());
                         if let From::Own { first } = run.from {
-                            let own = machine
-                                .map()
-                                .walk_runs(CompactIndex(first), u64::from(run.count));
+                            let own = machine.map().walk_runs(first, u64::from(run.count));
                             assert!(own.is_some(), "blocks that have not come");
                         }
                     }

@@ -1,5 +1,9 @@
 //! Sizes and positions of blocks, and checks of their bytes for zeros.
 
+use std::ops::Add;
+
+use serde::{Deserialize, Serialize};
+
 /// Block size in bytes. Hashing, matching and reuse all work on blocks.
 pub const BLOCK_SIZE: usize = 4096;
 
@@ -20,9 +24,21 @@ impl BlockIndex {
 }
 
 /// The index of a data block among the data blocks of an image's walk, which excludes zero blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 #[repr(transparent)]
 pub struct CompactIndex(pub u64);
+
+impl Add<u64> for CompactIndex {
+    type Output = Self;
+
+    /// The index `blocks` data blocks further on. Saturates: peers and journals may hold any index, and one beyond an
+    /// image's last is found nowhere.
+    fn add(self, blocks: u64) -> Self {
+        Self(self.0.saturating_add(blocks))
+    }
+}
 
 /// Number of blocks that hold `bytes` bytes; the last may be partial.
 #[must_use]

@@ -10,7 +10,7 @@ mod trim;
 use std::io;
 use std::sync::Arc;
 
-use drover_core::{Digest, Head};
+use drover_core::{CompactIndex, Digest, Head};
 use drover_storage::Directory;
 
 use crate::cuckoo::{CacheEntry, CuckooLru};
@@ -151,15 +151,15 @@ impl SequenceCache {
         })
     }
 
-    /// Stores a sequence that was just matched, in pieces that each fit a segment. `from` is the compact index of its
-    /// first block in the image being delivered, `hit` the block that was looked up. Entries are made for each
+    /// Stores a sequence that was just matched, in pieces that each fit a segment. `from` is its first block in
+    /// the image being delivered, `hit` the block that was looked up. Entries are made for each
     /// piece's first block and every 128th from there, for strong heads and the hit, and, while C2 has plenty of
     /// space, for weak heads.
     pub(crate) fn store(
         &mut self,
         digests: &[Digest],
         heads: &[Head],
-        from: u64,
+        from: CompactIndex,
         hit: usize,
         out: &mut Vec<SequenceStore>,
         shared: &mut MatcherContext,

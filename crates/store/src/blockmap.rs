@@ -183,13 +183,13 @@ impl BlockMap {
         self.entries.len() as u64
     }
 
-    /// Number of data blocks before the batch; of all data blocks when there is no such batch yet.
+    /// The first data block that is not before the batch; the end of all data when there is no such batch yet.
     #[must_use]
-    pub fn data_before(&self, batch: u64) -> u64 {
+    pub fn first_data_of(&self, batch: u64) -> CompactIndex {
         let entry = usize::try_from(batch)
             .ok()
             .and_then(|b| self.entries.get(b));
-        entry.map_or(self.data_blocks, |e| e.before)
+        CompactIndex(entry.map_or(self.data_blocks, |e| e.before))
     }
 
     /// The batch's bitmap, if there is such a batch.

@@ -14,7 +14,7 @@ mod table;
 use std::fs::File;
 use std::path::Path;
 
-use drover_core::BLOCK_SIZE_U64;
+use drover_core::{BLOCK_SIZE_U64, CompactIndex};
 use drover_index::{ImageId, SequenceStore};
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
@@ -41,13 +41,13 @@ pub enum From {
     Image {
         /// The image.
         image: ImageId,
-        /// The compact index of the first block.
-        first: u64,
+        /// The first block.
+        first: CompactIndex,
     },
     /// An earlier part of the same image.
     Own {
-        /// The compact index of the first block.
-        first: u64,
+        /// The first block.
+        first: CompactIndex,
     },
     /// The sequence cache's data file.
     Sequence {
@@ -101,8 +101,8 @@ pub struct Copy {
     pub count: u32,
     /// The image that has the blocks.
     pub image: ImageId,
-    /// The compact index of its first block there.
-    pub from: u64,
+    /// Its first block there.
+    pub from: CompactIndex,
     /// The pending store when the copy began.
     of: Pending,
 }
@@ -163,7 +163,12 @@ impl Sequences {
 
     /// Slots `store` get their blocks from `image`, or from where they were `found`. Replaces any pending store of
     /// these slots.
-    pub fn add(&self, image: ImageId, store: SequenceStore, found: Option<(ImageId, u64)>) {
+    pub fn add(
+        &self,
+        image: ImageId,
+        store: SequenceStore,
+        found: Option<(ImageId, CompactIndex)>,
+    ) {
         let count = u64::from(store.count);
         // A standalone teleporter may use a higher limit or another segment size, and is not trusted.
         let inside = store.first < self.limit && count <= self.limit - store.first;
@@ -186,7 +191,7 @@ impl Sequences {
         first: u64,
         count: u32,
         own: ImageId,
-        reach: impl Fn(ImageId, u64, u64) -> Reach,
+        reach: impl Fn(ImageId, CompactIndex, u64) -> Reach,
     ) -> Vec<(u32, From)> {
         let pending = &self.pending.lock().table;
         let end = first.saturating_add(u64::from(count));
@@ -327,10 +332,14 @@ pub fn segments_of(bytes: u64) -> u64 {
 }
 
 /// The best source of pending blocks: data already verified at its place, then other local data, then incoming data.
-fn readable(p: &Pending, own: ImageId, reach: &impl Fn(ImageId, u64, u64) -> Reach) -> From {
+fn readable(
+    p: &Pending,
+    own: ImageId,
+    reach: &impl Fn(ImageId, CompactIndex, u64) -> Reach,
+) -> From {
     let brought = (ImageId(p.image), p.from);
     let found = p.found.map(|(i, at)| (ImageId(i), at));
-    let from = |(image, first): (ImageId, u64)| match image == own {
+    let from = |(image, first): (ImageId, CompactIndex)| match image == own {
         true => From::Own { first },
         false => From::Image { image, first },
     };

@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use drover_core::{BLOCK_SIZE, Digest, Head};
+use drover_core::{BLOCK_SIZE, CompactIndex, Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_store::DataBits;
 use drover_teleport::protocol::{BATCH_BLOCKS, FRAME_BLOCKS};
@@ -57,7 +57,7 @@ fn plan() -> Plan {
             1 => (
                 Origin::Image {
                     image: ImageId(5),
-                    first: 1_000_000 + 977 * i,
+                    first: CompactIndex(1_000_000 + 977 * i),
                 },
                 Via::C1,
             ),
@@ -67,7 +67,7 @@ fn plan() -> Plan {
         if i % 3 == 1 {
             plan.stores.push(SequenceStore {
                 first: 128 * i,
-                from: u64::from(at),
+                from: CompactIndex(u64::from(at)),
                 count,
             });
         }

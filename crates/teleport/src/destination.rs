@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use drover_core::{CompactIndex, Digest};
+use drover_core::Digest;
 use drover_index::Via;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, DataBits};
@@ -412,7 +412,7 @@ impl Destination {
         let mut ready = 0u32;
         let mut blocker = None;
         while ready < run.count {
-            let Some(walk) = self.map.walk_of(CompactIndex(first + u64::from(ready))) else {
+            let Some(walk) = self.map.walk_of(first + u64::from(ready)) else {
                 break;
             };
             let holder = walk.0 / BATCH_BLOCKS;
@@ -448,8 +448,8 @@ impl Destination {
         };
         let here = start + ready;
         // A block that waits for itself or a later one would wait forever: request it.
-        let compact = self.map.data_before(batch.index) + u64::from(here);
-        let earlier = first + u64::from(ready) < compact;
+        let waits = self.map.first_data_of(batch.index) + u64::from(here);
+        let earlier = first + u64::from(ready) < waits;
         match blocker
             .filter(|_| earlier)
             .and_then(|b| self.open.get_mut(&b))

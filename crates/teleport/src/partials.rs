@@ -91,9 +91,9 @@ impl Partial {
     }
 
     /// Whether data blocks can be read; for a stopped transfer, whether any of them is present.
-    fn reach(&self, first: u64, count: u64) -> Reach {
+    fn reach(&self, first: CompactIndex, count: u64) -> Reach {
         let state = self.state.read();
-        let Some(runs) = state.blocks.walk_runs(CompactIndex(first), count) else {
+        let Some(runs) = state.blocks.walk_runs(first, count) else {
             return Reach::Gone;
         };
         match (state.missing_of(&runs), &state.file) {
@@ -106,12 +106,12 @@ impl Partial {
 
     /// Length of the run from `first`, at most `count`, in which all data blocks are readable or none is, as far as
     /// is known of a stopped transfer; `count` for a running one.
-    fn alike(&self, first: u64, count: u64) -> u64 {
+    fn alike(&self, first: CompactIndex, count: u64) -> u64 {
         let state = self.state.read();
         if state.file.is_some() || state.missing.is_empty() {
             return count;
         }
-        let Some(runs) = state.blocks.walk_runs(CompactIndex(first), count) else {
+        let Some(runs) = state.blocks.walk_runs(first, count) else {
             return count;
         };
         let mut walk = runs.iter().flat_map(|&(block, n)| block.0..block.0 + n);
@@ -121,13 +121,13 @@ impl Partial {
 
     /// Marks data blocks that failed verification as missing. A running transfer knows exactly which it has, so this
     /// applies only to stopped ones.
-    fn refute(&self, blocks: impl Iterator<Item = u64>) {
+    fn refute(&self, blocks: impl Iterator<Item = CompactIndex>) {
         let mut state = self.state.write();
         if state.file.is_some() {
             return;
         }
         for BlockIndex(block) in blocks
-            .filter_map(|i| state.blocks.walk_of(CompactIndex(i)))
+            .filter_map(|i| state.blocks.walk_of(i))
             .collect::<Vec<_>>()
         {
             let of_batch = state.missing.entry(block / BATCH_BLOCKS);
@@ -138,9 +138,9 @@ impl Partial {
         }
     }
 
-    fn read(&self, first: u64, count: u64) -> Option<Readable> {
+    fn read(&self, first: CompactIndex, count: u64) -> Option<Readable> {
         let state = self.state.read();
-        let runs = state.blocks.walk_runs(CompactIndex(first), count)?;
+        let runs = state.blocks.walk_runs(first, count)?;
         let file = match &state.file {
             Some(file) => file.clone(),
             None => Arc::new(File::open(&self.path).ok()?),
@@ -240,9 +240,9 @@ impl Partials {
             .is_some_and(|p| p.state.read().file.is_some())
     }
 
-    /// Whether `count` data blocks of an image, from compact index `first` on, can be read.
+    /// Whether `count` data blocks of an image, from `first` on, can be read.
     #[must_use]
-    pub fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
+    pub fn reach(&self, image: ImageId, first: CompactIndex, count: u64) -> Reach {
         let partial = self.all.read().get(&image).cloned();
         partial.map_or(Reach::Gone, |p| p.reach(first, count))
     }
@@ -250,13 +250,13 @@ impl Partials {
     /// How many of `count` data blocks of an image from `first` on are in the same state as the first: present or
     /// missing.
     #[must_use]
-    pub fn alike(&self, image: ImageId, first: u64, count: u64) -> u64 {
+    pub fn alike(&self, image: ImageId, first: CompactIndex, count: u64) -> u64 {
         let partial = self.all.read().get(&image).cloned();
         partial.map_or(count, |p| p.alike(first, count))
     }
 
     /// Marks data blocks of a stopped transfer, assumed present, as missing.
-    pub fn refute(&self, image: ImageId, blocks: impl Iterator<Item = u64>) {
+    pub fn refute(&self, image: ImageId, blocks: impl Iterator<Item = CompactIndex>) {
         let partial = self.all.read().get(&image).cloned();
         if let Some(partial) = partial {
             partial.refute(blocks);
@@ -265,7 +265,7 @@ impl Partials {
 
     /// Where those blocks are in the file, whether in place or not.
     #[must_use]
-    pub fn read(&self, image: ImageId, first: u64, count: u64) -> Option<Readable> {
+    pub fn read(&self, image: ImageId, first: CompactIndex, count: u64) -> Option<Readable> {
         let partial = self.all.read().get(&image).cloned()?;
         partial.read(first, count)
     }
@@ -314,32 +314,32 @@ mod tests {
         );
         let (blocks, missing) = (BlockMap::default(), HashMap::new());
         let transit = all.begin(image, &path, layout, blocks, missing).unwrap();
-        assert_eq!(all.reach(image, 0, 1), Reach::Gone);
+        assert_eq!(all.reach(image, CompactIndex(0), 1), Reach::Gone);
         let mut data = DataBits::new(BATCH_BLOCKS);
         (100..200).for_each(|i| data.set(i));
         let digests = vec![drover_core::Digest([1; 32]); 100];
         let heads = vec![drover_core::Head::No; 100];
         transit.arrived(&Batch::new(0, data, heads, &digests));
-        assert_eq!(all.reach(image, 0, 100), Reach::Coming);
+        assert_eq!(all.reach(image, CompactIndex(0), 100), Reach::Coming);
         transit.written(100..150);
-        assert_eq!(all.reach(image, 0, 50), Reach::Here);
-        assert_eq!(all.reach(image, 49, 2), Reach::Coming);
-        assert_eq!(all.reach(image, 99, 2), Reach::Gone);
+        assert_eq!(all.reach(image, CompactIndex(0), 50), Reach::Here);
+        assert_eq!(all.reach(image, CompactIndex(49), 2), Reach::Coming);
+        assert_eq!(all.reach(image, CompactIndex(99), 2), Reach::Gone);
         assert_eq!(
-            all.read(image, 10, 20).unwrap().runs,
+            all.read(image, CompactIndex(10), 20).unwrap().runs,
             [(BlockIndex(110), 20)]
         );
         assert!(all.is_live(image));
         drop(transit);
         assert!(!all.is_live(image) && all.knows(image));
-        assert_eq!(all.reach(image, 49, 2), Reach::Here);
-        assert_eq!(all.reach(image, 50, 2), Reach::Gone);
+        assert_eq!(all.reach(image, CompactIndex(49), 2), Reach::Here);
+        assert_eq!(all.reach(image, CompactIndex(50), 2), Reach::Gone);
         assert_eq!(
-            all.read(image, 10, 20).unwrap().runs,
+            all.read(image, CompactIndex(10), 20).unwrap().runs,
             [(BlockIndex(110), 20)]
         );
         all.remove(image);
-        assert_eq!(all.reach(image, 0, 1), Reach::Gone);
+        assert_eq!(all.reach(image, CompactIndex(0), 1), Reach::Gone);
     }
 
     #[test]

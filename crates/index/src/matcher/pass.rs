@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::ops::Range;
 use std::sync::Arc;
 
-use drover_core::{Digest, Head};
+use drover_core::{CompactIndex, Digest, Head};
 
 use super::repeats::Repeats;
 use super::{AnchorPolicy, MatcherConfig, MatcherContext, Origin, PlanRun, SequenceStore, Via};
@@ -518,7 +518,7 @@ impl Pass<'_> {
             self.sequences.store(
                 &self.digests[from..to],
                 &self.heads[from..to],
-                self.base + from as u64,
+                CompactIndex(self.base) + from as u64,
                 run.hit.wrapping_sub(from),
                 stores,
                 self.shared,
@@ -544,7 +544,7 @@ impl Pass<'_> {
                 Source::Image(slot) => match self.recent.slot(slot) {
                     Some(s) => Origin::Image {
                         image: s.image,
-                        first: run.at,
+                        first: CompactIndex(run.at),
                     },
                     // Images are not removed during a batch.
                     None => Origin::Literal,

@@ -1,5 +1,6 @@
 //! The matcher's results.
 
+use drover_core::CompactIndex;
 use serde::{Deserialize, Serialize};
 
 /// The site's ID of an image: assigned once, never reused.
@@ -38,8 +39,8 @@ pub enum Origin {
     Image {
         /// The image.
         image: ImageId,
-        /// Compact index of the first block, which counts only nonzero blocks, in walk order.
-        first: u64,
+        /// The first block.
+        first: CompactIndex,
     },
     /// From the sequence data file.
     Sequence {
@@ -72,8 +73,8 @@ pub enum Via {
 pub struct SequenceStore {
     /// First slot in the sequence data file. The slots share one [segment](crate::SEGMENT_SLOTS).
     pub first: u64,
-    /// Compact index of the first block in the image being delivered.
-    pub from: u64,
+    /// The first block in the image being delivered.
+    pub from: CompactIndex,
     /// Number of blocks; at least one.
     pub count: u32,
 }

@@ -52,16 +52,16 @@ impl World {
             .collect();
         let mut stores = Vec::new();
         let (cache, shared) = (&mut self.cache, &mut self.shared);
-        cache.store(&digests, &heads, from, 0, &mut stores, shared);
+        cache.store(&digests, &heads, CompactIndex(from), 0, &mut stores, shared);
         let mut next = from;
         for s in &stores {
-            assert_eq!(s.from, next, "pieces are told in order");
+            assert_eq!(s.from.0, next, "pieces are told in order");
             next += u64::from(s.count);
             let last = s.first + u64::from(s.count) - 1;
             assert_eq!(s.first / SEGMENT, last / SEGMENT, "inside a segment");
             assert!(last / SEGMENT < u64::from(self.config.sequence_limit));
             for k in 0..u64::from(s.count) {
-                self.data.insert(s.first + k, digest(s.from + k));
+                self.data.insert(s.first + k, digest(s.from.0 + k));
             }
         }
         assert_eq!(next, to, "all of it");
@@ -119,7 +119,7 @@ proptest! {
             let stores = w.store(next, next + len);
             // The newest one is found, unless its own strong heads evicted its entries from a tiny C2, or its own
             // later pieces took the place of the first.
-            let last = stores.last().expect("stored").from;
+            let last = stores.last().expect("stored").from.0;
             if !small_c2 {
                 prop_assert!(w.lookup(last).is_some());
             }
@@ -284,7 +284,14 @@ fn nothing_new_goes_to_what_is_held_back() {
     w.cache.file.hold(2);
     let mut stores = Vec::new();
     let (cache, shared) = (&mut w.cache, &mut w.shared);
-    cache.store(&[digest(7000)], &[Head::Strong], 0, 0, &mut stores, shared);
+    cache.store(
+        &[digest(7000)],
+        &[Head::Strong],
+        CompactIndex(0),
+        0,
+        &mut stores,
+        shared,
+    );
     assert_eq!(stores, []);
     w.cache.file.release(&[1, 3]);
     assert_eq!(w.store(8000, 8000 + SEGMENT)[0].first / SEGMENT, 1);

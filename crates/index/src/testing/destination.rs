@@ -76,14 +76,14 @@ impl Destination {
                         continue;
                     }
                     Origin::Image { image: from, first } => {
-                        if from == image && first + u64::from(run.count) > base + at as u64 {
+                        if from == image && first.0 + u64::from(run.count) > base + at as u64 {
                             return Err(format!("{run:?} reads what it makes"));
                         }
                         // Blocks of this batch are not in `images` yet.
-                        let in_batch = (first + k).checked_sub(base).filter(|_| from == image);
+                        let in_batch = (first.0 + k).checked_sub(base).filter(|_| from == image);
                         match in_batch {
                             Some(i) => digests.get(i as usize).copied(),
-                            None => self.image(from).get((first + k) as usize).copied(),
+                            None => self.image(from).get((first.0 + k) as usize).copied(),
                         }
                     }
                     Origin::Sequence { first } => self.sequences.get(&(first + k)).copied(),
@@ -108,7 +108,7 @@ impl Destination {
                 return Err(format!("{store:?} crosses a segment"));
             }
             for k in 0..u64::from(store.count) {
-                let from = (store.from + k) as usize;
+                let from = (store.from.0 + k) as usize;
                 let d = blocks
                     .get(from)
                     .ok_or_else(|| format!("{store:?} reads beyond"))?;

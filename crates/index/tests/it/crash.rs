@@ -120,7 +120,7 @@ fn check_images(plan: &Plan, digests: &[Digest], d: &Destination, own: ImageId, 
             && image != own
         {
             for k in 0..run.count as usize {
-                let held = d.image(image).get(first as usize + k);
+                let held = d.image(image).get(first.0 as usize + k);
                 assert_eq!(held, Some(&digests[at + k]), "{what}: {run:?}");
             }
         }

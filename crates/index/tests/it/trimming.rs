@@ -116,7 +116,7 @@ impl World {
         for store in &plan.stores {
             for k in 0..u64::from(store.count) {
                 let slot = store.first + k;
-                self.data.insert(slot, digests[(store.from + k) as usize]);
+                self.data.insert(slot, digests[(store.from.0 + k) as usize]);
                 self.lost.remove(&slot);
             }
         }

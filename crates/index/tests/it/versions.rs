@@ -64,7 +64,7 @@ fn matched(m: &mut Matcher, files: &[(u64, u64)]) -> (u64, u64) {
             match run.origin {
                 Origin::Literal => {}
                 Origin::Image { image, first } => {
-                    assert_eq!((image, whole[(first + k) as usize]), (ImageId(3), digest));
+                    assert_eq!((image, whole[(first.0 + k) as usize]), (ImageId(3), digest));
                     images += 1;
                 }
                 Origin::Sequence { first } => {

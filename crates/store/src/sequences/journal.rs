@@ -9,6 +9,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use drover_core::CompactIndex;
 use drover_index::{ImageId, SEGMENT_SLOTS};
 
 use super::table::{Change, Pending, Table};
@@ -193,7 +194,7 @@ const FOUND: u8 = 1;
 
 fn encode(change: Change) -> [u8; RECORD] {
     let (kind, count, words, found) = match change {
-        Change::Put(first, p) => (PUT, p.count, [first, p.image, p.from], p.found),
+        Change::Put(first, p) => (PUT, p.count, [first, p.image, p.from.0], p.found),
         Change::Clear(first, count) => (CLEAR, count, [first, 0, 0], None),
         Change::Drop(image) => (DROP, 0, [0, image.0, 0], None),
     };
@@ -202,7 +203,7 @@ fn encode(change: Change) -> [u8; RECORD] {
     r[1] = if found.is_some() { FOUND } else { 0 };
     r[4..8].copy_from_slice(&count.to_le_bytes());
     let (image, from) = found.unwrap_or_default();
-    let words = [words[0], words[1], words[2], image, from];
+    let words = [words[0], words[1], words[2], image, from.0];
     for (to, word) in r[8..48].chunks_exact_mut(8).zip(words) {
         to.copy_from_slice(&word.to_le_bytes());
     }
@@ -223,7 +224,7 @@ fn decode(r: &[u8]) -> Option<Change> {
         .map(|w| u64::from_le_bytes(*w));
     let mut word = || words.next();
     let (first, image, from, other, at) = (word()?, word()?, word()?, word()?, word()?);
-    let found = (r[1] & FOUND != 0).then_some((other, at));
+    let found = (r[1] & FOUND != 0).then_some((other, CompactIndex(at)));
     // At most the slots of a segment, within a file: sums and products of these cannot overflow.
     let inside = |count: u32| (1..=SEGMENT_SLOTS).contains(&u64::from(count)) && first < MAX_SLOTS;
     match r[0] {
@@ -232,7 +233,7 @@ fn decode(r: &[u8]) -> Option<Change> {
             Pending {
                 count,
                 image,
-                from,
+                from: CompactIndex(from),
                 found,
             },
         )),
@@ -253,7 +254,7 @@ mod tests {
         let pending = Pending {
             count: 128,
             image: 1,
-            from: 5,
+            from: CompactIndex(5),
             found: None,
         };
         let mut bytes = header(3).to_vec();
@@ -272,8 +273,8 @@ mod tests {
         let pending = Pending {
             count: SEGMENT_SLOTS as u32,
             image: 1,
-            from: u64::MAX,
-            found: Some((2, u64::MAX)),
+            from: CompactIndex(u64::MAX),
+            found: Some((2, CompactIndex(u64::MAX))),
         };
         let last = MAX_SLOTS - 1;
         let mut records = Vec::new();

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use drover_core::CompactIndex;
 use drover_index::{ImageId, SEGMENT_SLOTS};
 
 /// A change to the table.
@@ -25,10 +26,10 @@ pub struct Pending {
     pub count: u32,
     /// The incoming image in which they were found.
     pub image: u64,
-    /// The compact index of the first block in it.
-    pub from: u64,
-    /// Where else the blocks were when they were found: another image, and the first block's compact index in it.
-    pub found: Option<(u64, u64)>,
+    /// The first block in it.
+    pub from: CompactIndex,
+    /// Where else the blocks were when they were found: another image, and the first block in it.
+    pub found: Option<(u64, CompactIndex)>,
 }
 
 impl Pending {
@@ -36,8 +37,8 @@ impl Pending {
     pub fn part(self, skip: u64, count: u64) -> Self {
         Pending {
             count: count as u32,
-            from: self.from.saturating_add(skip),
-            found: self.found.map(|(i, at)| (i, at.saturating_add(skip))),
+            from: self.from + skip,
+            found: self.found.map(|(i, at)| (i, at + skip)),
             ..self
         }
     }

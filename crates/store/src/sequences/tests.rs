@@ -10,7 +10,11 @@ fn open(dir: &Path) -> Sequences {
 }
 
 fn store(first: u64, from: u64, count: u32) -> SequenceStore {
-    SequenceStore { first, from, count }
+    SequenceStore {
+        first,
+        from: CompactIndex(from),
+        count,
+    }
 }
 
 fn any_copy(s: &Sequences) -> Option<Copy> {
@@ -20,7 +24,7 @@ fn any_copy(s: &Sequences) -> Option<Copy> {
 const COMING: ImageId = ImageId(3);
 
 /// Complete: image 2; incoming: image 3; no others.
-fn reach(image: ImageId, _: u64, _: u64) -> Reach {
+fn reach(image: ImageId, _: CompactIndex, _: u64) -> Reach {
     match image {
         ImageId(2) => Reach::Here,
         COMING => Reach::Coming,
@@ -30,8 +34,13 @@ fn reach(image: ImageId, _: u64, _: u64) -> Reach {
 
 fn place(image: u64, first: u64) -> From {
     match ImageId(image) {
-        OWN => From::Own { first },
-        image => From::Image { image, first },
+        OWN => From::Own {
+            first: CompactIndex(first),
+        },
+        image => From::Image {
+            image,
+            first: CompactIndex(first),
+        },
     }
 }
 
@@ -59,7 +68,7 @@ proptest! {
         for (page, start, count, image, from, found) in adds {
             let count = count.min((SEGMENT_SLOTS - start) as u32);
             let first = page * SEGMENT_SLOTS + start;
-            s.add(ImageId(image), SequenceStore { first, from, count }, found.map(|(i, at)| (ImageId(i), at)));
+            s.add(ImageId(image), SequenceStore { first, from: CompactIndex(from), count }, found.map(|(i, at)| (ImageId(i), CompactIndex(at))));
             for i in 0..u64::from(count) {
                 plain[(first + i) as usize] = Some(((image, from + i), found.map(|(f, at)| (f, at + i))));
             }
@@ -106,15 +115,25 @@ fn what_is_copied_is_whole() {
     let dir = tempfile::tempdir().unwrap();
     let s = open(dir.path());
     let store = store(5, 10, 7);
-    s.add(COMING, store, Some((ImageId(2), 90)));
+    s.add(COMING, store, Some((ImageId(2), CompactIndex(90))));
     let whole = |i| i == ImageId(2);
     assert_eq!(s.next_copy(0, whole, |i| i == COMING), None);
     let copy = s.next_copy(0, whole, |_| false).unwrap();
-    assert_eq!((copy.image, copy.from, copy.count), (ImageId(2), 90, 7));
+    assert_eq!(
+        (copy.image, copy.from, copy.count),
+        (ImageId(2), CompactIndex(90), 7)
+    );
     let copy = s.next_copy(0, |_| true, |_| true).unwrap();
-    assert_eq!((copy.image, copy.from), (COMING, 10));
+    assert_eq!((copy.image, copy.from), (COMING, CompactIndex(10)));
     // Reassigned meanwhile.
-    s.add(COMING, SequenceStore { from: 11, ..store }, None);
+    s.add(
+        COMING,
+        SequenceStore {
+            from: CompactIndex(11),
+            ..store
+        },
+        None,
+    );
     assert_eq!(s.copy(copy, || Copied::Made), Copied::Never);
     assert_eq!(s.pending(), 1);
     let copy = s.next_copy(0, |_| true, |_| false).unwrap();
@@ -132,7 +151,13 @@ fn a_copy_that_failed_stays_pending_and_is_tried_again() {
     let image = ImageId(2);
     assert_eq!(
         s.resolve(5, 7, OWN, reach),
-        [(7, From::Image { image, first: 10 })]
+        [(
+            7,
+            From::Image {
+                image,
+                first: CompactIndex(10)
+            }
+        )]
     );
     assert_eq!(any_copy(&s), Some(copy));
     assert_eq!(s.copy(copy, || Copied::Made), Copied::Made);
@@ -169,7 +194,11 @@ fn a_journal_that_is_cut_anywhere_or_damaged_says_what_is_before() {
     let s = open(dir.path());
     let mut counts = vec![0];
     for i in 0..5 {
-        s.add(ImageId(2), store(i * 10, i, 3), Some((ImageId(7), i)));
+        s.add(
+            ImageId(2),
+            store(i * 10, i, 3),
+            Some((ImageId(7), CompactIndex(i))),
+        );
         counts.push(s.pending());
     }
     s.free(&[0]);
@@ -362,7 +391,7 @@ proptest! {
         for step in steps {
             match step {
                 Step::Add(first, count, image, from, found) => {
-                    s.add(ImageId(image), store(first, from, count), found.map(|(i, at)| (ImageId(i), at)));
+                    s.add(ImageId(image), store(first, from, count), found.map(|(i, at)| (ImageId(i), CompactIndex(at))));
                     for i in 0..u64::from(count) {
                         plain[(first + i) as usize] = Some(((image, from + i), found.map(|(f, at)| (f, at + i))));
                     }
@@ -400,7 +429,7 @@ proptest! {
             let mut found: Vec<Place> = vec![None; plain.len()];
             for (first, p) in kept.table.iter() {
                 for i in 0..u64::from(p.count) {
-                    found[(first + i) as usize] = Some(((p.image, p.from + i), p.found.map(|(f, at)| (f, at + i))));
+                    found[(first + i) as usize] = Some(((p.image, p.from.0 + i), p.found.map(|(f, at)| (f, at.0 + i))));
                 }
             }
             prop_assert_eq!(&found, &plain);

@@ -2,7 +2,7 @@
 
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 
-use drover_core::put_varint;
+use drover_core::{CompactIndex, put_varint};
 
 use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
@@ -31,7 +31,7 @@ pub fn encode_plan(plan: &Plan) -> Vec<u8> {
             Origin::Image { image, first } => {
                 out.push(via << 2 | 1);
                 put_varint(&mut out, image.0);
-                put_varint(&mut out, first);
+                put_varint(&mut out, first.0);
             }
             Origin::Sequence { first } => {
                 out.push(via << 2 | 2);
@@ -42,7 +42,7 @@ pub fn encode_plan(plan: &Plan) -> Vec<u8> {
     put_varint(&mut out, plan.stores.len() as u64);
     for s in &plan.stores {
         put_varint(&mut out, s.first);
-        put_varint(&mut out, s.from);
+        put_varint(&mut out, s.from.0);
         put_varint(&mut out, u64::from(s.count));
     }
     out
@@ -69,7 +69,7 @@ pub fn decode_plan(bytes: &[u8], blocks: u64) -> Result<Plan, Malformed> {
             0 => Origin::Literal,
             1 => Origin::Image {
                 image: ImageId(r.varint()?),
-                first: r.at_most(1 << 40)?,
+                first: CompactIndex(r.at_most(1 << 40)?),
             },
             2 => Origin::Sequence {
                 first: r.at_most(1 << 40)?,
@@ -88,7 +88,8 @@ pub fn decode_plan(bytes: &[u8], blocks: u64) -> Result<Plan, Malformed> {
     let n = r.at_most(BATCH_BLOCKS)?;
     let mut stores = Vec::with_capacity(n as usize);
     for _ in 0..n {
-        let (first, from) = (r.at_most(1 << 40)?, r.at_most(1 << 40)?);
+        let first = r.at_most(1 << 40)?;
+        let from = CompactIndex(r.at_most(1 << 40)?);
         let count = r.at_most(BATCH_BLOCKS)? as u32;
         stores.push(SequenceStore { first, from, count });
     }
@@ -106,7 +107,7 @@ mod tests {
             Just(Origin::Literal),
             (any::<u64>(), 0u64..1 << 40).prop_map(|(i, first)| Origin::Image {
                 image: ImageId(i),
-                first
+                first: CompactIndex(first),
             }),
             (0u64..1 << 40).prop_map(|first| Origin::Sequence { first }),
         ];
@@ -124,7 +125,7 @@ mod tests {
             stores in prop::collection::vec((0u64..1 << 40, 0u64..1 << 40, 0u32..129), 0..10),
         ) {
             let blocks = runs.iter().map(|r| u64::from(r.count)).sum();
-            let stores = stores.into_iter().map(|(first, from, count)| SequenceStore { first, from, count }).collect();
+            let stores = stores.into_iter().map(|(first, from, count)| SequenceStore { first, from: CompactIndex(from), count }).collect();
             let plan = Plan { runs, stores };
             let bytes = encode_plan(&plan);
             prop_assert!(decode_plan(&bytes, blocks + 1).is_err());

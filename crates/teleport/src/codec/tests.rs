@@ -1,6 +1,6 @@
 //! The example bytes in `docs/format/wire.md`.
 
-use drover_core::{Digest, Head};
+use drover_core::{CompactIndex, Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::{Code, Refusal, encode};
 use drover_store::DataBits;
@@ -58,7 +58,7 @@ fn a_plan_and_what_has_it() {
     let run = |count, origin, via| PlanRun { count, origin, via };
     let image = Origin::Image {
         image: ImageId(7),
-        first: 104,
+        first: CompactIndex(104),
     };
     let plan = Plan {
         runs: vec![
@@ -68,7 +68,7 @@ fn a_plan_and_what_has_it() {
         ],
         stores: vec![SequenceStore {
             first: 5,
-            from: 6,
+            from: CompactIndex(6),
             count: 2,
         }],
     };

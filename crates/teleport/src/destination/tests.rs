@@ -2,6 +2,7 @@
 
 mod sim;
 
+use drover_core::CompactIndex;
 use sim::{World, batch_of, digest_of, random_image};
 
 use super::*;
@@ -178,7 +179,7 @@ fn blocks_that_were_not_asked_for_are_a_violation() {
     assert!(handle(&mut d, unasked()).is_err());
     let image_1 = From::Image {
         image: drover_index::ImageId(1),
-        first: 0,
+        first: CompactIndex(0),
     };
     handle(&mut d, planned(0, &[(2, From::Literal), (2, image_1)])).unwrap();
     assert!(handle(&mut d, unasked()).is_err());
@@ -193,8 +194,18 @@ fn reuse_of_the_own_blocks_waits_until_they_are_verified() {
     handle(&mut d, batch(&image, 0)).unwrap();
     let plan = [
         (4, From::Literal),
-        (2, From::Own { first: 0 }),
-        (1, From::Own { first: 5 }),
+        (
+            2,
+            From::Own {
+                first: CompactIndex(0),
+            },
+        ),
+        (
+            1,
+            From::Own {
+                first: CompactIndex(5),
+            },
+        ),
     ];
     let actions = handle(&mut d, planned(0, &plan)).unwrap();
     assert!(
@@ -230,7 +241,7 @@ fn reuse_of_the_own_blocks_waits_until_they_are_verified() {
 #[test]
 fn reuse_of_itself_or_of_later_blocks_is_asked_for() {
     let image = [1, 2, 3, 4];
-    for first in [0, 1, 3, 4, 1 << 40] {
+    for first in [0, 1, 3, 4, 1 << 40].map(CompactIndex) {
         let mut d = Destination::new(4);
         handle(&mut d, batch(&image, 0)).unwrap();
         let plan = planned(0, &[(1, From::Own { first }), (3, From::Literal)]);
@@ -242,7 +253,7 @@ fn reuse_of_itself_or_of_later_blocks_is_asked_for() {
                 other => panic!("{other:?}"),
             })
             .sum();
-        assert_eq!(asked, 4, "from {first}");
+        assert_eq!(asked, 4, "from {first:?}");
     }
 }
 

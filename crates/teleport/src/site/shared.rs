@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use drover_core::{BLOCK_SIZE_U64, CompactIndex};
+use drover_core::BLOCK_SIZE_U64;
 use drover_index::ImageId;
 use drover_store::sequences::{Copied, Copy, SEGMENT_BYTES, Sequences, segments_of};
 use tokio::runtime::Handle;
@@ -159,10 +159,7 @@ impl Site {
             let Some(image) = self.images.open_image(copy.image) else {
                 return Copied::Never;
             };
-            let runs = image
-                .map
-                .blocks
-                .walk_runs(CompactIndex(copy.from), u64::from(copy.count));
+            let runs = image.map.blocks.walk_runs(copy.from, u64::from(copy.count));
             let Some(runs) = runs else {
                 return Copied::Never;
             };

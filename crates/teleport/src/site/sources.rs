@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use drover_core::CompactIndex;
 use drover_index::{ImageId, Origin, Plan, SequenceStore};
 use drover_store::sequences::{From, Reach};
 
@@ -12,8 +13,8 @@ use crate::files::remove_dir;
 use crate::teleporter::ImageEvent;
 
 impl Site {
-    /// Whether `count` data blocks of an image, from compact index `first` on, can be read.
-    pub(crate) fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
+    /// Whether `count` data blocks of an image, from `first` on, can be read.
+    pub(crate) fn reach(&self, image: ImageId, first: CompactIndex, count: u64) -> Reach {
         match self.images.knows(image) {
             true => Reach::Here,
             false => self.partials.reach(image, first, count),
@@ -47,7 +48,12 @@ impl Site {
         out
     }
 
-    fn in_image(&self, image: ImageId, mut first: u64, mut count: u32) -> Vec<(u32, From)> {
+    fn in_image(
+        &self,
+        image: ImageId,
+        mut first: CompactIndex,
+        mut count: u32,
+    ) -> Vec<(u32, From)> {
         let mut out = Vec::new();
         while count > 0 {
             let n = self.partials.alike(image, first, u64::from(count)) as u32;
@@ -56,7 +62,7 @@ impl Site {
                 Reach::Here | Reach::Coming => From::Image { image, first },
             };
             out.push((n, from));
-            first += u64::from(n);
+            first = first + u64::from(n);
             count -= n;
         }
         out
@@ -106,7 +112,7 @@ impl Site {
 
     /// Applies the stores of a plan, for the batch of `own` whose first data block is `base`. A store may overwrite
     /// slots that the plan's runs name, so resolve those first.
-    pub(crate) fn take_stores(&self, own: ImageId, base: u64, plan: &Plan) {
+    pub(crate) fn take_stores(&self, own: ImageId, base: CompactIndex, plan: &Plan) {
         for store in &plan.stores {
             self.sequences
                 .add(own, *store, found_at(own, base, plan, store));
@@ -128,8 +134,13 @@ impl Site {
 }
 
 /// Where a store's blocks were when they were matched, if that is in another image.
-fn found_at(own: ImageId, base: u64, plan: &Plan, store: &SequenceStore) -> Option<(ImageId, u64)> {
-    let mut left = store.from.checked_sub(base)?;
+fn found_at(
+    own: ImageId,
+    base: CompactIndex,
+    plan: &Plan,
+    store: &SequenceStore,
+) -> Option<(ImageId, CompactIndex)> {
+    let mut left = store.from.0.checked_sub(base.0)?;
     for run in &plan.runs {
         let count = u64::from(run.count);
         if left < count {
@@ -162,12 +173,18 @@ mod tests {
         let plan = Plan {
             runs: vec![
                 run(10, Origin::Literal),
-                run(20, Origin::Image { image, first: 500 }),
+                run(
+                    20,
+                    Origin::Image {
+                        image,
+                        first: CompactIndex(500),
+                    },
+                ),
                 run(
                     5,
                     Origin::Image {
                         image: own,
-                        first: 3,
+                        first: CompactIndex(3),
                     },
                 ),
             ],
@@ -176,13 +193,13 @@ mod tests {
         let found = |from, count| {
             let store = SequenceStore {
                 first: 0,
-                from,
+                from: CompactIndex(from),
                 count,
             };
-            found_at(own, 1000, &plan, &store)
+            found_at(own, CompactIndex(1000), &plan, &store)
         };
-        assert_eq!(found(1010, 20), Some((image, 500)));
-        assert_eq!(found(1015, 2), Some((image, 505)));
+        assert_eq!(found(1010, 20), Some((image, CompactIndex(500))));
+        assert_eq!(found(1015, 2), Some((image, CompactIndex(505))));
         assert_eq!(found(1015, 16), None);
         assert_eq!(found(1005, 1), None);
         assert_eq!(found(1030, 5), None);

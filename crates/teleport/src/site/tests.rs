@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use drover_core::CompactIndex;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, CatalogError};
 
@@ -450,7 +451,7 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     let (site, _) = home.open_with(u64::MAX);
     let store = SequenceStore {
         first: stored_slot(&site),
-        from: 0,
+        from: CompactIndex(0),
         count: 4,
     };
     site.sequences.add(image, store, None);
@@ -467,11 +468,7 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     let whole = site.images.open_image(image).unwrap();
     let (mut block, mut copied) = ([0; 4096], [0; 4096]);
     for i in 0..4 {
-        let runs = whole
-            .map
-            .blocks
-            .walk_runs(drover_core::CompactIndex(i), 1)
-            .unwrap();
+        let runs = whole.map.blocks.walk_runs(CompactIndex(i), 1).unwrap();
         let at = files::spans_of(&whole.map.layout, &runs)[0].0.unwrap();
         whole.file.read_exact_at(&mut block, at).unwrap();
         let slot = Sequences::offset(store.first + i);
@@ -633,10 +630,11 @@ fn a_guess_that_was_wrong_is_not_made_again() {
     transit.arrived(&sample.batches[0]);
     let store = SequenceStore {
         first: 128,
-        from: 100,
+        from: CompactIndex(100),
         count: 64,
     };
-    site.sequences.add(coming, store, Some((stopped, 100)));
+    site.sequences
+        .add(coming, store, Some((stopped, CompactIndex(100))));
     let run = |origin| PlanRun {
         count: 64,
         origin,
@@ -647,7 +645,7 @@ fn a_guess_that_was_wrong_is_not_made_again() {
             run(Origin::Sequence { first: 128 }),
             run(Origin::Image {
                 image: stopped,
-                first: 100,
+                first: CompactIndex(100),
             }),
         ],
         stores: vec![],
@@ -656,7 +654,10 @@ fn a_guess_that_was_wrong_is_not_made_again() {
         let runs = site.resolve(own, &plan);
         runs.iter().map(|r| (r.count, r.from)).collect()
     };
-    let at = |image, first| From::Image { image, first };
+    let at = |image, first| From::Image {
+        image,
+        first: CompactIndex(first),
+    };
     let all = (64, at(stopped, 100));
     assert_eq!(found(), [all, all]);
     let job = ReuseJob {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use drover_core::CompactIndex;
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Frame, Identity, Listener};
@@ -247,10 +248,13 @@ fn mad_answer(rng: &mut fastrand::Rng, blocks: u32, own: ImageId) -> Vec<u8> {
         };
         let origin = match rng.u8(0..4) {
             0 => Origin::Literal,
-            1 => Origin::Image { image: own, first },
+            1 => Origin::Image {
+                image: own,
+                first: CompactIndex(first),
+            },
             2 => Origin::Image {
                 image: ImageId(rng.u64(0..4)),
-                first,
+                first: CompactIndex(first),
             },
             _ => Origin::Sequence { first },
         };
@@ -263,7 +267,7 @@ fn mad_answer(rng: &mut fastrand::Rng, blocks: u32, own: ImageId) -> Vec<u8> {
     let stores = (0..rng.usize(0..20))
         .map(|_| SequenceStore {
             first: rng.u64(..9) + (1 << rng.u32(..40)),
-            from: rng.u64(..9) + (1 << rng.u32(..40)),
+            from: CompactIndex(rng.u64(..9) + (1 << rng.u32(..40))),
             count: rng.u32(0..=2048),
         })
         .collect();

@@ -396,8 +396,8 @@ impl World {
                         assert!(!s.asked.contains(&block), "{block} was asked for");
                     }
                     if let From::Own { first } = run.from {
-                        for c in first..first + u64::from(run.count) {
-                            let from = s.destination.map().walk_of(CompactIndex(c));
+                        for n in 0..u64::from(run.count) {
+                            let from = s.destination.map().walk_of(first + n);
                             let from = from.expect("a block that came").0;
                             // Or it was until its proof failed: the proof here will fail too.
                             let was = s.verified[from as usize] || self.disproved > 0;
@@ -501,7 +501,7 @@ impl World {
 
     fn plan(&mut self, batch: &Batch) -> Vec<Run> {
         let mut out = Vec::new();
-        let before = self.session.destination.map().data_before(batch.index) as usize;
+        let before = self.session.destination.map().first_data_of(batch.index).0 as usize;
         let end = before + batch.digests.len();
         let mut at = before;
         let longest = [3, 60, 3000][self.rng.usize(0..3)];
@@ -514,7 +514,12 @@ impl World {
                 // Anything at all: itself, a later block, or a nonexistent one.
                 _ => {
                     let first = self.rng.u64(0..2 * self.compact.len() as u64 + 5);
-                    (count, From::Own { first })
+                    (
+                        count,
+                        From::Own {
+                            first: CompactIndex(first),
+                        },
+                    )
                 }
             };
             let via = match from {
@@ -547,7 +552,7 @@ impl World {
         match is_image {
             true => From::Image {
                 image: ImageId(which),
-                first,
+                first: CompactIndex(first),
             },
             false => From::Sequence {
                 first: which << 32 | first,
@@ -567,7 +572,7 @@ impl World {
         if self.rng.f64() < self.wrong {
             n = count;
         }
-        let first = first as u64;
+        let first = CompactIndex(first as u64);
         (n, From::Own { first })
     }
 
@@ -586,10 +591,10 @@ impl World {
                 let content = match run.from {
                     From::Own { first } => {
                         let map = self.session.destination.map();
-                        let walk = map.walk_of(CompactIndex(first + u64::from(n))).unwrap().0;
+                        let walk = map.walk_of(first + u64::from(n)).unwrap().0;
                         Some(self.disk.part[walk as usize])
                     }
-                    From::Image { image, first } => self.other(image.0, first + u64::from(n)),
+                    From::Image { image, first } => self.other(image.0, first.0 + u64::from(n)),
                     From::Sequence { first } => {
                         self.other(first >> 32, (first & u64::from(u32::MAX)) + u64::from(n))
                     }

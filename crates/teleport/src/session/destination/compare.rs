@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use drover_core::BLOCK_SIZE_U64;
+use drover_core::{BLOCK_SIZE_U64, CompactIndex};
 use drover_image::{Layout, Stamp};
 use drover_index::{Origin, Plan, PlanRun, Via};
 use drover_net::{decode, encode};
@@ -208,7 +208,7 @@ impl Comparison {
                 let bytes = batch.digests.len() as u64 * BLOCK_SIZE_U64;
                 self.stages.check.add_bytes(bytes);
                 if same {
-                    let first = self.blocks.data_blocks();
+                    let first = CompactIndex(self.blocks.data_blocks());
                     self.blocks.push(&batch.data);
                     self.transfer.log_batch(batch, &self.plan(batch, first))?;
                     lap.busy(&self.stages.log);
@@ -239,7 +239,7 @@ impl Comparison {
         Ok(proofs_of(&full) == batch.proofs)
     }
 
-    fn plan(&self, batch: &Batch, first: u64) -> Plan {
+    fn plan(&self, batch: &Batch, first: CompactIndex) -> Plan {
         let count = batch.digests.len() as u32;
         let origin = Origin::Image {
             image: self.record.id,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
-use drover_core::{CompactIndex, Digest};
+use drover_core::Digest;
 use drover_index::{Plan, SequenceStore};
 use drover_net::Frame;
 use drover_store::DataBits;
@@ -409,7 +409,7 @@ impl Driver<'_> {
         let map = self.prepared.machine.map();
         let own = |run: &Run| match run.from {
             From::Own { first } => map
-                .walk_runs(CompactIndex(first), u64::from(run.count))
+                .walk_runs(first, u64::from(run.count))
                 .unwrap_or_default(),
             _ => Vec::new(),
         };
@@ -421,7 +421,7 @@ impl Driver<'_> {
     /// (teleportation §2.16).
     fn heal(&self, job: &ReuseJob, failed: &[u32]) {
         let own = self.prepared.transfer.image();
-        let before = self.prepared.machine.map().data_before(job.batch.index);
+        let before = self.prepared.machine.map().first_data_of(job.batch.index);
         for (start, run) in &job.runs {
             let From::Sequence { first } = run.from else {
                 continue;

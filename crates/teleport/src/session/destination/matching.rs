@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
-use drover_core::BLOCK_SIZE_U64;
+use drover_core::{BLOCK_SIZE_U64, CompactIndex};
 use drover_index::{ImageId, Origin, Plan, PlanRun, Via};
 use tokio::sync::mpsc;
 
@@ -130,10 +130,10 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
     link.inspect_err(failed).ok()
 }
 
-/// A batch whose match is pending, and the compact index of its first block.
+/// A batch whose match is pending, and its first data block.
 struct Asked {
     batch: Arc<Batch>,
-    base: u64,
+    base: CompactIndex,
     _waiting: Waiting,
 }
 
@@ -193,7 +193,7 @@ impl Matcher {
 
     fn submit(&mut self, event: Event, batch: Option<(Arc<Batch>, Waiting)>) {
         let blocks = batch.as_ref().map_or(0, |b| b.0.digests.len() as u64);
-        let base = self.blocks;
+        let base = CompactIndex(self.blocks);
         self.blocks += event.blocks();
         self.waiting.push_back(batch.map(|(batch, _waiting)| Asked {
             batch,
@@ -264,7 +264,7 @@ impl Matcher {
 }
 
 /// Resolves a plan's runs, then applies its stores, before another transfer gets a plan that refers to them.
-fn take(site: &Site, image: ImageId, base: u64, plan: &Plan) -> Vec<Run> {
+fn take(site: &Site, image: ImageId, base: CompactIndex, plan: &Plan) -> Vec<Run> {
     let runs = site.resolve(image, plan);
     site.take_stores(image, base, plan);
     runs

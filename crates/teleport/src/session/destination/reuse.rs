@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use drover_core::{BLOCK_SIZE_U64, BlockIndex, CompactIndex, Digest};
+use drover_core::{BLOCK_SIZE_U64, BlockIndex, Digest};
 use drover_store::DataBits;
 use drover_store::sequences::{From, Sequences};
 
@@ -179,7 +179,7 @@ fn copy(
             copy_spans(site.sequences.data(), &source, &image.part, &to)
         }
         From::Image { image: id, first } => match site.images.open_image(id) {
-            Some(source) => match source.map.blocks.walk_runs(CompactIndex(first), count) {
+            Some(source) => match source.map.blocks.walk_runs(first, count) {
                 Some(runs) => {
                     let from = spans_of(&source.map.layout, &runs);
                     copy_spans(&source.file, &from, &image.part, &to)

@@ -140,6 +140,7 @@ mod tests {
     use std::collections::HashSet;
     use std::sync::Arc;
 
+    use drover_core::CompactIndex;
     use drover_index::{ImageId, Via};
 
     use super::*;
@@ -150,7 +151,7 @@ mod tests {
     fn job(image: usize, first: u64) -> ReuseJob {
         let from = From::Image {
             image: ImageId(image as u64),
-            first,
+            first: CompactIndex(first),
         };
         let run = Run {
             count: 1,
@@ -165,7 +166,7 @@ mod tests {
 
     fn wanted(run: &Run) -> (usize, u64) {
         match run.from {
-            From::Image { image, first } => (image.0 as usize, first),
+            From::Image { image, first } => (image.0 as usize, first.0),
             _ => unreachable!(),
         }
     }
