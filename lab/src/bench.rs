@@ -189,11 +189,12 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// Summarizes values; `None` if there are none.
+    /// Summarizes values; `None` if there are none, or one is not finite, which JSON cannot represent.
     pub fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
         let runs = values.len();
+        values.iter().all(|v| v.is_finite()).then_some(())?;
         Some(Self {
             min: *sorted.first()?,
             median: f64::midpoint(sorted[(runs - 1) / 2], sorted[runs / 2]),

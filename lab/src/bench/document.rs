@@ -45,19 +45,15 @@ pub struct DocumentArgs {
 /// When the rows cannot be read, or a file cannot be written.
 pub fn make_document(experiments: &[Experiment], args: &DocumentArgs) -> Result<()> {
     let all = Rows::read(&args.rows)?.all;
-    let builds: BTreeSet<String> = all.iter().map(|record| record.build.clone()).collect();
-    let known: BTreeSet<String> = builds
-        .into_iter()
-        .filter(|b| rows::is_in_repository(b))
-        .collect();
-    let (good, strange): (Vec<_>, Vec<_>) = all.into_iter().partition(|r| known.contains(&r.build));
+    let known = |record: &Record| rows::is_in_repository(&record.build);
+    let (good, strange): (Vec<_>, Vec<_>) = all.into_iter().partition(known);
     let dir = args.document.with_extension("");
     let write = |path: PathBuf, text: &str| {
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    for plot in plots(&good) {
-        write(dir.join(plot.name).with_extension("svg"), &plot.svg)?;
+    for (name, _, svg) in plots(&good) {
+        write(dir.join(name).with_extension("svg"), &svg)?;
     }
     let pictures = dir.file_name().context("no file name")?.to_string_lossy();
     let text = render(experiments, &good, &strange, &pictures);
@@ -75,39 +71,37 @@ pub fn render(
 ) -> String {
     let machines: BTreeSet<&str> = records.iter().map(|r| r.machine.as_str()).collect();
     let machines = Vec::from_iter(machines);
-    let shown = |p: Plot| format!("![{}]({pictures}/{}.svg)\n\n", p.title, p.name);
-    let plots: String = plots(records).into_iter().map(shown).collect();
+    let plots: String = plots(records)
+        .iter()
+        .map(|(name, title, _)| format!("![{title}]({pictures}/{name}.svg)\n\n"))
+        .collect();
     let mut answer = String::new();
     let whole = whole_library(records);
     if !whole.is_empty() {
-        answer = format!(
-            "The whole library, image after image to an empty site over {}:\n\n{}\n",
+        let (link, table) = (
             lines::REFERENCE.describe(),
-            table(SUMMARY, &whole, &machines)
+            table(SUMMARY, &whole, &machines),
+        );
+        answer = format!(
+            "The whole library, image after image to an empty site over {link}:\n\n{table}\n"
         );
     }
     let (mut tables, mut missing) = (String::new(), String::new());
-    for Experiment {
-        name,
-        title,
-        text,
-        columns,
-        ..
-    } in experiments
-    {
+    for experiment in experiments {
+        let (name, title) = (experiment.name, experiment.title);
         let rows = rows_of(records, name);
         if !rows.is_empty() {
-            let mut table = table(columns, &rows, &machines);
+            let mut table = table(experiment.columns, &rows, &machines);
             if rows.len() > FOLDED {
-                let count = rows.len();
-                table =
-                    format!("<details><summary>{count} rows</summary>\n\n{table}\n</details>\n");
+                let head = format!("<details><summary>{} rows</summary>", rows.len());
+                table = format!("{head}\n\n{table}\n</details>\n");
             }
-            _ = writeln!(tables, "## {title}\n\n{}\n\n{table}", text.trim());
+            let text = experiment.text.trim();
+            _ = writeln!(tables, "## {title}\n\n{text}\n\n{table}");
         }
-        let listed = NOT_MEASURED.iter().filter(|listed| listed.0 == *name);
+        let listed = NOT_MEASURED.iter().filter(|listed| listed.0 == name);
         let mut why: Vec<String> = listed.map(|(_, what)| (*what).to_owned()).collect();
-        let strange = strange.iter().filter(|r| r.experiment == *name);
+        let strange = strange.iter().filter(|r| r.experiment == name);
         why.extend(strange.map(|Record { case, build, .. }| {
             format!("{case} only with build `{build}`, which is not in this repository")
         }));
@@ -118,9 +112,8 @@ pub fn render(
             _ = writeln!(missing, "- {name}: {}.", why.join("; "));
         }
     }
-    let machines = (1..)
-        .zip(machines)
-        .map(|(at, machine)| format!("- m{at}: {machine}\n"));
+    let machines = (1..).zip(machines);
+    let machines = machines.map(|(at, machine)| format!("- m{at}: {machine}\n"));
     TEMPLATE
         .replace("{plots}", &plots)
         .replace("{answer}", &answer)
@@ -153,25 +146,15 @@ fn whole_library(records: &[Record]) -> Vec<(&Record, &Row)> {
 fn tools(records: &[Record]) -> String {
     let mut text = String::new();
     for rival in rivals::ALL {
-        let version = |r: &'_ Record| {
-            Some(
-                r.subject
-                    .strip_prefix(rival.name())?
-                    .strip_prefix(' ')?
-                    .to_owned(),
-            )
-        };
-        let versions: BTreeSet<String> = records.iter().filter_map(version).collect();
-        let versions = match Vec::from_iter(versions) {
-            none if none.is_empty() => "not measured".to_owned(),
-            versions => versions.join(", "),
-        };
-        _ = writeln!(
-            text,
-            "| {} | {versions} | `{}` |",
-            rival.name(),
-            cell(&rival.settings())
-        );
+        let (name, how) = (rival.name(), cell(&rival.settings()));
+        let subjects = records.iter().map(|record| record.subject.as_str());
+        let versions = subjects.filter_map(|s| s.strip_prefix(name)?.strip_prefix(' '));
+        let mut versions: BTreeSet<&str> = versions.collect();
+        if versions.is_empty() {
+            versions.insert("not measured");
+        }
+        let versions = Vec::from_iter(versions).join(", ");
+        _ = writeln!(text, "| {name} | {versions} | `{how}` |");
     }
     text
 }
@@ -179,40 +162,29 @@ fn tools(records: &[Record]) -> String {
 /// A table in Markdown. Omits empty columns; a last column has errors, if any. A machine is named by its place in
 /// `machines`.
 pub fn table(columns: &[Column], rows: &[(&Record, &Row)], machines: &[&str]) -> String {
-    let show = |column: &Column, row: &Row| match column.decimals {
-        None => cell(row.label(column.key)),
-        Some(decimals) => row
-            .figures
-            .get(column.key)
-            .map_or_else(String::new, |f| f.show(decimals)),
+    let show = |column: &Column, row: &Row| match (column.decimals, row.figures.get(column.key)) {
+        (None, _) => cell(row.label(column.key)),
+        (Some(decimals), Some(figure)) => figure.show(decimals),
+        (Some(_), None) => String::new(),
     };
     let has = |column: &&Column| rows.iter().any(|(_, row)| !show(column, row).is_empty());
     let columns: Vec<&Column> = columns.iter().filter(has).collect();
     let bad = rows.iter().any(|(_, row)| row.verdict != Verdict::Good);
-    let mut heads: Vec<&str> = columns.iter().map(|column| column.head).collect();
-    heads.extend(["build", "machine", "load"]);
-    heads.extend(bad.then_some("verdict"));
-    let numbers = columns.iter().map(|column| column.decimals.is_some());
-    let rules = numbers
-        .chain([false, false, true])
-        .chain(bad.then_some(false));
-    let rules: String = rules
-        .map(|number| if number { "|--:" } else { "|---" })
-        .collect();
-    let mut text = format!("| {} |\n{rules}|\n", heads.join(" | "));
+    let mut heads: Vec<(&str, bool)> = Vec::new();
+    heads.extend(columns.iter().map(|c| (c.head, c.decimals.is_some())));
+    heads.extend([("build", false), ("machine", false), ("load", true)]);
+    heads.extend(bad.then_some(("verdict", false)));
+    let (names, numbers): (Vec<&str>, Vec<bool>) = heads.into_iter().unzip();
+    let rule = |number| if number { "|--:" } else { "|---" };
+    let rules: String = numbers.into_iter().map(rule).collect();
+    let mut text = format!("| {} |\n{rules}|\n", names.join(" | "));
     for (record, row) in rows {
+        let here = |machine: &&str| *machine == record.machine;
+        let machine = machines.iter().position(here).unwrap_or(0) + 1;
+        let load = record.load.map(|load| format!("{load:.1}"));
         let mut cells: Vec<String> = columns.iter().map(|column| show(column, row)).collect();
-        let machine = machines
-            .iter()
-            .position(|m| *m == record.machine)
-            .unwrap_or(0)
-            + 1;
         cells.extend([format!("`{}`", record.build), format!("m{machine}")]);
-        cells.push(
-            record
-                .load
-                .map_or("not noted".to_owned(), |load| format!("{load:.1}")),
-        );
+        cells.push(load.unwrap_or_else(|| "not noted".to_owned()));
         cells.extend(bad.then(|| cell(&row.verdict.words())));
         _ = writeln!(text, "| {} |", cells.join(" | "));
     }
@@ -221,70 +193,49 @@ pub fn table(columns: &[Column], rows: &[(&Record, &Row)], machines: &[&str]) ->
 
 /// Escapes text for a cell: one line, without local paths.
 fn cell(text: &str) -> String {
-    let own = |word: &str| match word
-        .strip_prefix('/')
-        .and_then(|path| path.rsplit_once('/'))
-    {
-        Some((_, last)) => last.to_owned(),
-        None => word.to_owned(),
-    };
-    let words: Vec<String> = text.split_whitespace().map(own).collect();
-    words.join(" ").replace('|', "\\|")
+    let words = text
+        .split_whitespace()
+        .map(|word| match word.rsplit_once('/') {
+            Some((path, name)) if path.starts_with('/') => name,
+            _ => word,
+        });
+    Vec::from_iter(words).join(" ").replace('|', "\\|")
 }
 
-struct Plot {
-    name: &'static str,
-    title: String,
-    svg: String,
-}
-
-/// The plots: bytes and time for the library, and reads from a remote disk.
-fn plots(records: &[Record]) -> Vec<Plot> {
-    let mut plots = Vec::new();
+/// The plots, as name, title and SVG: bytes and time for the library, and reads from a remote disk.
+fn plots(records: &[Record]) -> Vec<(&'static str, String, String)> {
+    let (mut plots, link) = (Vec::new(), lines::REFERENCE.describe());
     let whole = whole_library(records);
     for (name, what, figure, unit) in [
         ("bytes", "Bytes", key::BYTES, "MB on the link"),
         ("seconds", "Time", key::SECONDS, "seconds"),
     ] {
-        let bars = whole
-            .iter()
-            .filter_map(|(_, row)| Some((row.label("by"), row.value(figure)?)));
-        let bars: Vec<_> = bars.collect();
+        let bar = |(_, row): &(_, &'_ Row)| Some((row.label("by").to_owned(), row.value(figure)?));
+        let bars: Vec<_> = whole.iter().filter_map(bar).collect();
         if !bars.is_empty() {
-            let title = format!(
-                "{what} of the whole library over {}",
-                lines::REFERENCE.describe()
-            );
+            let title = format!("{what} of the whole library over {link}");
             let svg = plot::bars(&title, unit, &bars);
-            plots.push(Plot { name, title, svg });
+            plots.push((name, title, svg));
         }
     }
-    let mut by: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    let mut by: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for (_, row) in rows_of(records, "mount") {
-        let fits = row.verdict == Verdict::Good
-            && row.label("disk") == "noise"
-            && row.label("rate") == "1000";
-        if let (true, Ok(rtt), Some(rate)) =
-            (fits, row.label("rtt").parse(), row.value("read_mib_s"))
+        let setting = [row.label("disk"), row.label("rate")];
+        let point = (row.label("rtt").parse(), row.value("read_mib_s"));
+        if let (Ok(rtt), Some(rate)) = point
+            && setting == ["noise", "1000"]
+            && row.verdict == Verdict::Good
         {
-            by.entry(row.label("by")).or_default().push((rtt, rate));
+            let line = by.entry(row.label("by").to_owned()).or_default();
+            line.push((rtt, rate));
+            line.sort_by(|a, b| a.0.total_cmp(&b.0));
         }
     }
-    by.values_mut()
-        .for_each(|points| points.sort_by(|a, b| a.0.total_cmp(&b.0)));
     if !by.is_empty() {
         let title = "Reading a far disk in order, 1 Gbit/s".to_owned();
-        let svg = plot::lines(
-            &title,
-            "round trip, ms",
-            "MiB a second",
-            &Vec::from_iter(by),
-        );
-        plots.push(Plot {
-            name: "mount",
-            title,
-            svg,
-        });
+        let lines = Vec::from_iter(by);
+        let svg = plot::lines(&title, "round trip, ms", "MiB a second", &lines);
+        plots.push(("mount", title, svg));
     }
     plots
 }

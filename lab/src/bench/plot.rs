@@ -16,13 +16,13 @@ const COLOURS: [&str; 7] = [
 ];
 
 /// A bar chart in units of `unit`.
-pub fn bars(title: &str, unit: &str, bars: &[(&str, f64)]) -> String {
+pub fn bars(title: &str, unit: &str, bars: &[(String, f64)]) -> String {
     let most = max(bars.iter().map(|bar| bar.1));
     let mut body = String::new();
     for (at, (name, value)) in bars.iter().enumerate() {
         let top = TOP + BAR * at as f64 + 4.0;
         let width = (WIDTH - NAMES - RIGHT) * value / most;
-        let colour = match *name {
+        let colour = match name.as_str() {
             "limit" => COLOURS[6],
             name => COLOURS[usize::from(!name.starts_with("drover"))],
         };
@@ -39,7 +39,7 @@ pub fn bars(title: &str, unit: &str, bars: &[(&str, f64)]) -> String {
 }
 
 /// A line chart of points sorted by x.
-pub fn lines(title: &str, x: &str, y: &str, lines: &[(&str, Vec<(f64, f64)>)]) -> String {
+pub fn lines(title: &str, x: &str, y: &str, lines: &[(String, Vec<(f64, f64)>)]) -> String {
     let all = || lines.iter().flat_map(|(_, points)| points);
     let (right, top) = (nice(max(all().map(|p| p.0))), nice(max(all().map(|p| p.1))));
     let (end, bottom) = (WIDTH - RIGHT, TOP + HEIGHT);

@@ -3,18 +3,16 @@
 //! The process leads a process group, which includes everything it starts. It ends itself and the group when its stdin
 //! is closed: on Ctrl-C, at its deadline, and when the run is killed (`kill -9`).
 
-use std::any::Any;
 use std::fs;
 use std::io;
 use std::os::unix::process::CommandExt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, getpgrp, getpid, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
 
@@ -38,28 +36,21 @@ struct Request {
     lab: Lab,
 }
 
-/// Measures a case by `lab case`. Always returns rows, unless `interrupted` becomes true.
+/// Measures a case by `lab case`; `None` if `interrupted` became true first.
+///
+/// # Errors
+/// Those of the case, or of its process.
 pub fn measure(
     lab: &Lab,
     experiment: &Experiment,
     case: &Case,
     interrupted: &AtomicBool,
-) -> Option<Vec<Row>> {
-    let rows = in_a_process(lab, experiment.name, &case.id, interrupted);
-    rows.unwrap_or_else(|error| Some(vec![failed(experiment, case, &error)]))
-}
-
-fn in_a_process(
-    lab: &Lab,
-    experiment: &str,
-    case: &str,
-    interrupted: &AtomicBool,
 ) -> Result<Option<Vec<Row>>> {
     lab.sweep()?;
     let work = lab.work("case")?;
     let request = Request {
-        experiment: experiment.to_owned(),
-        case: case.to_owned(),
+        experiment: experiment.name.to_owned(),
+        case: case.id.clone(),
         answer: work.join("rows.json"),
         lab: lab.clone(),
     };
@@ -85,7 +76,10 @@ fn in_a_process(
     match fs::read(&request.answer) {
         _ if !ended && stop() => Ok(None),
         _ if !ended => bail!("ended after {} s", PATIENCE.as_secs()),
-        Ok(rows) => Ok(Some(serde_json::from_slice(&rows)?)),
+        Ok(answer) => {
+            let answer: Result<Vec<Row>, String> = serde_json::from_slice(&answer)?;
+            answer.map(Some).map_err(anyhow::Error::msg)
+        }
         Err(_) => bail!("its process ended without an answer: {status}"),
     }
 }
@@ -98,65 +92,39 @@ fn until(limit: Duration, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Measures one case and writes its rows.
+/// Measures one case and writes its rows, or why there are none.
 ///
 /// # Errors
-/// When there is no such case, or the rows cannot be written. A case that fails yields a row.
+/// When there is no such case, or the answer cannot be written.
 pub fn run_case(experiments: &[Experiment], request: &str) -> Result<()> {
     end_with_stdin();
-    let Request {
-        experiment: name,
-        case: id,
-        answer,
-        lab,
-    } = serde_json::from_str(request)?;
-    let experiment = experiments.iter().find(|e| e.name == name);
-    let experiment = experiment.with_context(|| format!("no experiment {name}"))?;
-    let mut cases = (experiment.cases)(&lab)?.into_iter();
-    let case = cases.find(|case| case.id == id);
-    let case = case.with_context(|| format!("no case {id}"))?;
-    let outcome = catch_unwind(AssertUnwindSafe(|| (experiment.run)(&lab, &case)));
-    let outcome =
-        outcome.unwrap_or_else(|panic| Err(anyhow!("the lab panicked: {}", words(&*panic))));
-    let rows = serde_json::to_vec(&judged(experiment, &case, outcome))?;
-    fs::write(&answer, rows).with_context(|| format!("cannot write {}", answer.display()))
+    let request: Request = serde_json::from_str(request)?;
+    let mut experiments = experiments.iter();
+    let experiment = experiments.find(|e| e.name == request.experiment);
+    let experiment = experiment.context("no such experiment")?;
+    let mut cases = (experiment.cases)(&request.lab)?.into_iter();
+    let case = cases.find(|case| case.id == request.case);
+    let outcome = (experiment.run)(&request.lab, &case.context("no such case")?);
+    let answer = outcome.map_err(|error| format!("{error:#}"));
+    fs::write(&request.answer, serde_json::to_vec(&answer)?).context("cannot write the answer")
 }
 
-fn words(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or(panic.downcast_ref::<&str>().copied())
-        .unwrap_or("no message")
-}
-
-/// Validates the rows of a case; an error becomes a failed row. A good row also fails when a required figure is missing
-/// or not finite.
+/// Validates the rows of a case; an error becomes a failed row. A good row also fails when a required figure is missing.
 pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -> Vec<Row> {
-    let mut rows = match outcome {
-        Ok(rows) if rows.is_empty() => return vec![failed(experiment, case, &anyhow!("no rows"))],
-        Ok(rows) => rows,
-        Err(error) => return vec![failed(experiment, case, &error)],
-    };
+    let some = outcome.and_then(|rows| (!rows.is_empty()).then_some(rows).context("no rows"));
+    let mut rows = some.unwrap_or_else(|error| {
+        let first = experiment.columns.first().map_or("case", |c| c.key);
+        vec![Row::new([(first, case.id.clone())]).but(Verdict::failed(&error))]
+    });
     for row in &mut rows {
-        // JSON cannot represent values that are not finite.
-        row.figures
-            .retain(|_, f| (f.min + f.median + f.max).is_finite());
-        let columns = experiment.columns.iter().filter(|column| column.required);
-        let mut keys: Vec<&str> = columns.map(|column| column.key).collect();
+        let required = experiment.columns.iter().filter(|column| column.required);
+        let mut keys: Vec<&str> = required.map(|column| column.key).collect();
         keys.retain(|key| !row.figures.contains_key(*key));
         if row.verdict == Verdict::Good && !keys.is_empty() {
             row.verdict = Verdict::Failed(format!("no figure {}", keys.join(", ")));
         }
     }
     rows
-}
-
-/// A failed row.
-fn failed(experiment: &Experiment, case: &Case, error: &anyhow::Error) -> Row {
-    let first = experiment
-        .columns
-        .first()
-        .map_or("case", |column| column.key);
-    Row::new([(first, case.id.clone())]).but(Verdict::failed(error))
 }
 
 /// Ends this process group when stdin is closed; all other processes first, so that the case itself gets errors and can
@@ -180,8 +148,7 @@ fn end_with_stdin() {
 
 /// The running processes of a group except its leader.
 fn others_of(group: Pid) -> Vec<Pid> {
-    let members = shell::processes()
-        .into_iter()
-        .filter(|p| p.group == group && p.pid != group);
-    members.map(|process| process.pid).collect()
+    let mut processes = shell::processes();
+    processes.retain(|process| process.group == group && process.pid != group);
+    processes.into_iter().map(|process| process.pid).collect()
 }

@@ -62,11 +62,9 @@ pub struct BenchArgs {
 
 /// Locks out other runs, which would distort the measurements and overwrite rows.
 fn alone(out: &Path) -> Result<File> {
-    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
-    let path = out.join("lock");
-    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    let locked = file.try_lock();
-    locked.with_context(|| format!("{}: another run is measuring", path.display()))?;
+    std::fs::create_dir_all(out)?;
+    let file = File::create(out.join("lock"))?;
+    file.try_lock().context("another run is measuring")?;
     Ok(file)
 }
 
@@ -83,16 +81,17 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         None if !rows::is_commit(&build) => lab.common.out.join("rows-dirty.jsonl"),
         None => PathBuf::from(document::ROWS),
     };
-    let _alone = alone(&lab.common.out)?;
+    let out = &lab.common.out;
+    let _alone = alone(out).with_context(|| format!("cannot lock {}", out.display()))?;
     let mut kept = Rows::read(&file)?;
     let (mut cases, mut codes) = (Vec::new(), Vec::new());
     for experiment in experiments.iter().filter(|e| args.asks(e.name)) {
         let name = experiment.name;
         match (experiment.cases)(lab) {
-            Ok(all) => cases.extend(
-                all.into_iter()
-                    .map(|c| (experiment, format!("{name}/{}", c.id), c)),
-            ),
+            Ok(all) => {
+                let named = |case: Case| (experiment, format!("{name}/{}", case.id), case);
+                cases.extend(all.into_iter().map(named));
+            }
             Err(error) => {
                 eprintln!("SKIP {name}: {error:#}");
                 codes.push(LACKING);
@@ -121,10 +120,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         signal_hook::flag::register(signal, interrupted.clone())?;
     }
     let (started, machine) = (Instant::now(), watch::machine());
-    let late = || {
-        args.minutes
-            .is_some_and(|m| started.elapsed().as_secs_f64() > m * 60.0)
-    };
+    let limit = args.minutes.map_or(f64::INFINITY, |minutes| minutes * 60.0);
     let mut left_out = 0;
     for (at, (experiment, name, case)) in cases.iter().enumerate() {
         let at = format!("[{}/{}] {name}", at + 1, cases.len());
@@ -134,7 +130,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
             eprintln!("{at}: kept");
             continue;
         }
-        if late() {
+        if started.elapsed().as_secs_f64() > limit {
             left_out += 1;
             continue;
         }
@@ -145,18 +141,17 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         }
         eprintln!("{at}: {}", case.what);
         let (begun, load) = (Instant::now(), watch::load());
-        let Some(rows) = process::measure(lab, experiment, case, &interrupted) else {
+        let measured = process::measure(lab, experiment, case, &interrupted);
+        let Some(rows) = measured.transpose() else {
             break;
         };
+        let rows = process::judged(experiment, case, rows);
         for row in rows.iter().filter(|row| row.verdict != Verdict::Good) {
             eprintln!("  {}", row.verdict.words());
             codes.extend(code(case, row));
         }
-        eprintln!(
-            "  {} row(s) in {:.0} s",
-            rows.len(),
-            begun.elapsed().as_secs_f64()
-        );
+        let (count, seconds) = (rows.len(), begun.elapsed().as_secs_f64());
+        eprintln!("  {count} row(s) in {seconds:.0} s");
         let record = Record {
             experiment: experiment.name.to_owned(),
             case: case.id.clone(),
@@ -168,23 +163,18 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
             rows,
         };
         let rows: Vec<_> = record.rows.iter().map(|row| (&record, row)).collect();
-        println!(
-            "{}\n{}",
-            experiment.title,
-            table(experiment.columns, &rows, &[&machine])
-        );
+        let table = table(experiment.columns, &rows, &[&machine]);
+        println!("{}\n{table}", experiment.title);
         kept.keep(record).context("the result is lost")?;
     }
     if left_out > 0 {
-        eprintln!(
-            "{left_out} case(s) skipped: time limit reached; run the same command again to continue"
-        );
+        eprintln!("{left_out} case(s) skipped: time limit reached; run again to continue");
     }
     if interrupted.load(Ordering::Relaxed) {
-        eprintln!("interrupted: finished cases are kept; run the same command again to continue");
-        return Ok(ExitCode::from(INTERRUPTED));
+        eprintln!("interrupted: finished cases are kept; run again to continue");
+        codes = vec![INTERRUPTED];
     }
-    Ok(ExitCode::from(codes.into_iter().min().unwrap_or(0)))
+    Ok(codes.into_iter().min().unwrap_or(0).into())
 }
 
 impl BenchArgs {
@@ -201,15 +191,10 @@ impl BenchArgs {
 /// Whether `text` matches `pattern`: `*` is any text, `?` any byte.
 fn like(pattern: &[u8], text: &[u8]) -> bool {
     match (pattern, text) {
-        ([], []) => true,
-        ([b'*', rest @ ..], _) => {
-            like(rest, text)
-                || text
-                    .split_first()
-                    .is_some_and(|(_, text)| like(pattern, text))
-        }
+        ([b'*', rest @ ..], _) if like(rest, text) => true,
+        ([b'*', ..], [_, text @ ..]) => like(pattern, text),
         ([p, rest @ ..], [c, text @ ..]) => (p == c || *p == b'?') && like(rest, text),
-        _ => false,
+        _ => pattern.is_empty() && text.is_empty(),
     }
 }
 
@@ -229,14 +214,15 @@ fn code(case: &Case, row: &Row) -> Option<u8> {
 /// What is missing on this machine, determined by trying it.
 fn lacks(lab: &Lab, need: Need) -> Option<String> {
     match need {
-        Need::Link => link::available()
-            .err()
-            .map(|why| format!("no link here: {why}")),
+        Need::Link => {
+            let why = link::available().err()?;
+            Some(format!("no link here: {why}"))
+        }
         Need::Library => {
-            let set = lab.either(Set::Full, Set::Small);
-            let images = library::images(&lab.common.dir, set).unwrap_or_default();
+            let (dir, set) = (&lab.common.dir, lab.either(Set::Full, Set::Small));
+            let images = library::images(dir, set).unwrap_or_default();
             let built = images.iter().any(|image| image.built);
-            (!built).then(|| format!("no image in {}: lab library", lab.common.dir.display()))
+            (!built).then(|| format!("no image in {}: lab library", dir.display()))
         }
     }
 }

@@ -139,7 +139,11 @@ fn machines_have_the_same_number_in_every_table() {
 
 #[test]
 fn bars_and_lines_are_drawn_to_scale() {
-    let bars = bars("A & B", "MB", &[("drover", 50.0), ("rsync", 100.0)]);
+    let bars = bars(
+        "A & B",
+        "MB",
+        &[("drover".to_owned(), 50.0), ("rsync".to_owned(), 100.0)],
+    );
     assert!(
         bars.contains("A &amp; B")
             && bars.contains("width=\"320.0\"")
@@ -150,7 +154,7 @@ fn bars_and_lines_are_drawn_to_scale() {
         "t",
         "ms",
         "MiB",
-        &[("drover", vec![(0.0, 0.0), (40.0, 100.0)])],
+        &[("drover".to_owned(), vec![(0.0, 0.0), (40.0, 100.0)])],
     );
     assert!(
         lines.contains("points=\"80.0,380.0 680.0,50.0\""),
