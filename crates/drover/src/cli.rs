@@ -147,7 +147,7 @@ pub struct ListenArgs {
     /// Address to listen on; port 0 picks a free port [default: config.toml, else 0.0.0.0:7377]
     #[arg(long, value_name = "ADDR:PORT", value_parser = text::parse_address)]
     pub listen: Option<SocketAddr>,
-    /// Address to put into tickets instead of the local ones, for example behind NAT; repeatable
+    /// Address to put into tickets instead of the local ones, for example behind NAT; repeatable [default port: that of --listen]
     #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
     pub advertise: Vec<String>,
     /// Address on which to serve Prometheus metrics over HTTP at /metrics [default: config.toml, else none]
@@ -357,6 +357,9 @@ pub struct RmArgs {
 }
 
 /// Show the status of the running site
+///
+/// Counts are since its start. Sequences are pending until their blocks are copied to the sequence cache. While the matcher is
+/// catching up with the images of the site, fewer blocks of images that arrive are matched.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -58,10 +58,10 @@ fn text_of(status: &Status) -> String {
         return lines.join("\n");
     };
     for (what, n) in [
-        ("delivered images", site.delivered_images),
-        ("matched blocks", site.matched_blocks),
-        ("pending sequences", site.pending_sequences),
-        ("sent blocks", site.sent_blocks),
+        ("images delivered", site.delivered_images),
+        ("blocks matched", site.matched_blocks),
+        ("sequences pending", site.pending_sequences),
+        ("blocks received", site.sent_blocks),
     ] {
         lines.push(format!("{what}: {n}"));
     }
@@ -102,7 +102,7 @@ mod tests {
             "peers": 1, "connections_open": 0, "sessions_open": 1, "site": site, "mounts": [],
         });
         let text = text_of(&serde_json::from_value(json).unwrap());
-        assert!(text.contains("sent blocks: 4"), "{text}");
+        assert!(text.contains("blocks received: 4"), "{text}");
         assert!(text.contains("x.img\\n"), "{text}");
         assert!(
             text.contains("images 2, peers 1, connections 0, sessions 1"),

@@ -143,10 +143,10 @@ impl Server {
         }))
     }
 
-    /// Serves a connection of `peer` until it ends.
+    /// Serves a connection of `peer` until it ends, or refuses it.
     ///
     /// # Errors
-    /// [`MountError`]: refused, a protocol violation, or a broken link. The peer is notified if the connection permits.
+    /// [`MountError`]: a protocol violation, or a broken link. The peer is notified if the connection permits.
     pub async fn serve_connection(
         self: &Arc<Self>,
         peer: Peer,
@@ -166,8 +166,7 @@ impl Server {
                 info!(peer = %peer.name, %refusal, "mount refused");
                 self.counters.refused(&refusal);
                 self.tidy(None).await;
-                call.refuse(&refusal).await?;
-                return Err(MountError::Refused(refusal));
+                return Ok(call.refuse(&refusal).await?);
             }
         };
         debug!(peer = %peer.name, image = %connection.image.name(), connection = ?connection.kind, link = connection.link, "connection open");

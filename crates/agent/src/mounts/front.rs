@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use drover_core::BlockDevice;
 use drover_frontend::kernel_nbd::Detach;
-use drover_frontend::{fuse, loopdev, nbd, ublk};
+use drover_frontend::{fuse, kernel_nbd, loopdev, nbd, ublk};
+use drover_net::Code;
 
 use super::disk::Disk;
 use super::kernel::{self, KernelNbd};
 use super::record::{Driver, Front, Record};
 use super::target::{Listen, Target};
-use crate::error::{Error, Result, bail, msg};
+use crate::error::{Error, Result, bail, one_line};
 
 /// How long an unmount waits for connections that are closing.
 const CLOSING: Duration = Duration::from_secs(2);
@@ -150,9 +151,8 @@ impl Shown {
                     false => still_open(&server),
                 };
                 if open > 0 {
-                    let e = msg!(
-                        "{open} NBD connections are open; stop the clients, or disconnect them with --lazy"
-                    );
+                    let text = format!("{open} NBD connections are open: stop the clients first");
+                    let e = Error::coded(Code::Busy, text);
                     return Err(unended(Shown::Nbd { server, listening }, e));
                 }
                 listening.stop();
@@ -187,7 +187,18 @@ fn still_open(server: &nbd::Server) -> u64 {
 pub type Unended = (Shown, Error);
 
 fn unended(shown: Shown, why: impl Into<Error>) -> Box<Unended> {
-    Box::new((shown, why.into()))
+    let why = why.into();
+    let is_busy = matches!(
+        why,
+        Error::Fuse(fuse::FuseError::Busy { .. })
+            | Error::Loop(loopdev::LoopError::Busy { .. })
+            | Error::Kernel(kernel_nbd::Error::Busy { .. })
+    );
+    let why = match is_busy {
+        true => Error::coded(Code::Busy, one_line(&why)),
+        false => why,
+    };
+    Box::new((shown, why))
 }
 
 fn how(lazy: bool) -> Detach {

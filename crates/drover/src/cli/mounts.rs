@@ -30,7 +30,7 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover unmount /mnt/web
 
-Sizes are in bytes; K, M and G are powers of 1024, KB, MB and GB powers of 1000.")]
+Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct MountArgs {
     /// Disk to mount: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
     #[arg(value_name = "DISK")]
@@ -50,7 +50,7 @@ pub struct MountArgs {
 /// Export images over NBD, to QEMU, qemu-img, nbdcopy, nbdfuse or the kernel
 ///
 /// Unlike mount and attach, runs in the foreground until SIGTERM or Ctrl-C, unless --background is given. Each image is exported
-/// under its own name; a single image is also the default export.
+/// under its own name; a single image is also the default export. A signal ends it after pushing for up to 20 s; the rest stays in the cache for the next export there.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -62,7 +62,7 @@ Examples:
   drover export dir:/srv/disk --size 20G --nbd unix:/run/disk.sock
   drover export lyon:web.qcow2 --nbd 0.0.0.0:10809 --tls-certificates /etc/pki/nbd
 
-Sizes are in bytes; K, M and G are powers of 1024, KB, MB and GB powers of 1000.")]
+Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct ExportArgs {
     /// Disks to export: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
     #[arg(required = true, value_name = "DISK")]
@@ -96,7 +96,7 @@ Examples:
   drover attach lyon:web.qcow2 --device /dev/nbd3
   drover unmount /dev/nbd3
 
-Sizes are in bytes; K, M and G are powers of 1024, KB, MB and GB powers of 1000.")]
+Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct AttachArgs {
     /// Disk to attach: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
     #[arg(value_name = "DISK")]
@@ -259,7 +259,7 @@ pub enum SyncMode {
 /// How the mount daemon runs.
 #[derive(Debug, Args)]
 pub struct DaemonArgs {
-    /// Run in the foreground; SIGTERM or Ctrl-C unmounts
+    /// Run in the foreground; SIGTERM or Ctrl-C unmounts after pushing for up to 20 s, and keeps the rest in the cache
     #[arg(long)]
     pub foreground: bool,
     /// Print one JSON object when ready
@@ -289,7 +289,7 @@ pub struct UnmountArgs {
     #[arg(long)]
     pub discard: bool,
     /// Push, then keep the cache for the next mount at the same path, device or socket
-    #[arg(long, conflicts_with = "discard")]
+    #[arg(long, conflicts_with_all = ["discard", "offline"])]
     pub keep_cache: bool,
     /// Unmount even if it is in use; programs that have it open get I/O errors
     #[arg(long)]

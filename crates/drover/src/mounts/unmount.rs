@@ -43,10 +43,13 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     let progress = Arc::new(move |done, total| shown.at(done, total));
     let left = mounts::end(home, &mount, how, progress).await;
     bar.clear();
-    let left = left.map_err(|e| {
-        let options =
-            "--offline keeps the data in the cache for the next mount there, --discard discards it";
-        failure::hint(e, Code::Unavailable, options)
+    let left = left.map_err(|e| match e.code() {
+        Some(Code::Busy) => failure::hint(e, Code::Busy, "--lazy unmounts at once"),
+        _ => failure::hint(
+            e,
+            Code::Unavailable,
+            "--offline keeps the data in the cache for the next mount there, --discard discards it",
+        ),
     })?;
     if args.json {
         return out::json(&json!({

@@ -97,7 +97,7 @@ pub enum FuseError {
         said: String,
     },
     /// It is in use.
-    #[error("{} is in use by {}: end these programs, or unmount lazily", at.display(), listed(users))]
+    #[error("{} is in use by {}: end these programs first", at.display(), listed(users))]
     Busy {
         /// The mount point.
         at: PathBuf,

@@ -16,7 +16,7 @@ fn a_busy_mount_stays_and_says_who_has_it_but_lazy_ends_it() {
     let disk = m.mount("web.raw", "disk", &[]);
     let file = File::open(&disk).unwrap();
     let me = format!("process {}", std::process::id());
-    m.unmount(&disk, &[]).fails(1, &["in use", &me, "lazily"]);
+    m.unmount(&disk, &[]).fails(1, &["in use", &me, "--lazy"]);
     assert_eq!(m.list()[0]["state"], "up");
     assert!(fs::read(&disk).unwrap() == bytes, "it does not go on");
     m.unmount(&disk, &["--lazy"]).ok();
