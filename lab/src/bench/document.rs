@@ -71,20 +71,15 @@ pub fn render(
 ) -> String {
     let machines: BTreeSet<&str> = records.iter().map(|r| r.machine.as_str()).collect();
     let machines = Vec::from_iter(machines);
-    let plots: String = plots(records)
-        .iter()
-        .map(|(name, title, _)| format!("![{title}]({pictures}/{name}.svg)\n\n"))
-        .collect();
+    let plots = plots(records).into_iter();
+    let plots = plots.map(|(name, title, _)| format!("![{title}]({pictures}/{name}.svg)\n\n"));
     let mut answer = String::new();
     let whole = whole_library(records);
     if !whole.is_empty() {
-        let (link, table) = (
-            lines::REFERENCE.describe(),
-            table(SUMMARY, &whole, &machines),
-        );
-        answer = format!(
-            "The whole library, image after image to an empty site over {link}:\n\n{table}\n"
-        );
+        let link = lines::REFERENCE.describe();
+        answer = format!("The whole library, image after image to an empty site over {link}:\n\n");
+        answer += &table(SUMMARY, &whole, &machines);
+        answer.push('\n');
     }
     let (mut tables, mut missing) = (String::new(), String::new());
     for experiment in experiments {
@@ -115,7 +110,7 @@ pub fn render(
     let machines = (1..).zip(machines);
     let machines = machines.map(|(at, machine)| format!("- m{at}: {machine}\n"));
     TEMPLATE
-        .replace("{plots}", &plots)
+        .replace("{plots}", &plots.collect::<String>())
         .replace("{answer}", &answer)
         .replace("{machines}", &machines.collect::<String>())
         .replace("{tools}", &tools(records))

@@ -28,9 +28,8 @@ pub fn bars(title: &str, unit: &str, bars: &[(String, f64)]) -> String {
         };
         body += &text(NAMES - 8.0, top + 15.0, "end", name);
         body += &format!(
-            r#"<rect x="{NAMES}" y="{top:.1}" width="{width:.1}" height="20" fill="{colour}"/>"#
+            "<rect x=\"{NAMES}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"20\" fill=\"{colour}\"/>\n"
         );
-        body += "\n";
         body += &text(NAMES + width + 6.0, top + 15.0, "start", &number(*value));
     }
     let end = TOP + BAR * bars.len() as f64;
@@ -56,11 +55,9 @@ pub fn lines(title: &str, x: &str, y: &str, lines: &[(String, Vec<(f64, f64)>)])
     let mut legend = bottom + 64.0;
     for ((name, points), colour) in lines.iter().zip(COLOURS.iter().cycle()) {
         let points = points.iter().map(|p| (across(p.0), up(p.1)));
-        let path: Vec<String> = points
-            .clone()
-            .map(|(x, y)| format!("{x:.1},{y:.1}"))
-            .collect();
-        let (path, line) = (path.join(" "), legend - 5.0);
+        let place = |(x, y)| format!("{x:.1},{y:.1}");
+        let path = Vec::from_iter(points.clone().map(place)).join(" ");
+        let line = legend - 5.0;
         body += &format!(
             "<polyline points=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>\n"
         );
