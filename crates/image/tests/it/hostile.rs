@@ -160,19 +160,7 @@ fn qcow2_tables_that_lie() {
         return;
     }
     let b = Bench::new(220);
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "cluster_size=4k",
-            "good.qcow2",
-            "8M",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 -o cluster_size=4k good.qcow2 8M");
     b.write("good.qcow2", "qcow2", 0, 65536);
     b.write("good.qcow2", "qcow2", 4 * MIB, 65536);
     let bytes = std::fs::read(b.path("good.qcow2")).unwrap();
@@ -282,19 +270,7 @@ fn a_vhdx_log_that_was_not_replayed_is_refused() {
         return;
     }
     let b = Bench::new(230);
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "vhdx",
-            "-o",
-            "log_size=1M",
-            "x.vhdx",
-            "4M",
-        ],
-    );
+    qemu::create(b.dir(), "-f vhdx -o log_size=1M x.vhdx 4M");
     b.write("x.vhdx", "vhdx", 0, 65536);
     let good = std::fs::read(b.path("x.vhdx")).unwrap();
     open_for_sending(&b.path("x.vhdx"), Conversion::AsIs).unwrap();
@@ -351,21 +327,7 @@ fn a_raw_disk_with_another_format_inside_stays_raw_where_the_image_says_so() {
     header[..4].copy_from_slice(b"QFI\xfb");
     disk[..512].copy_from_slice(&header);
     std::fs::write(b.path("disk"), &disk).unwrap();
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-b",
-            "disk",
-            "-F",
-            "raw",
-            "over.qcow2",
-            "1M",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 -b disk -F raw over.qcow2 1M");
     let disk_view = VirtualDisk::open(&b.path("over.qcow2")).unwrap();
     let mut bytes = vec![0u8; disk.len()];
     disk_view.read_exact_at(&mut bytes, 0).unwrap();
@@ -378,19 +340,7 @@ fn enormous_disks_travel_in_file_order_and_are_not_converted() {
         return;
     }
     let b = Bench::new(250);
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "cluster_size=2M",
-            "x.qcow2",
-            "20T",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 -o cluster_size=2M x.qcow2 20T");
     let out = open_for_sending(&b.path("x.qcow2"), Conversion::AsIs).unwrap();
     assert!(
         out.notes.iter().any(|n| n.contains("file order")),
@@ -399,7 +349,7 @@ fn enormous_disks_travel_in_file_order_and_are_not_converted() {
     );
     let e = open_for_sending(&b.path("x.qcow2"), Conversion::Raw).unwrap_err();
     assert!(e.to_string().contains("limit"), "{e}");
-    qemu::img(b.dir(), &["create", "-q", "-f", "qcow2", "y.qcow2", "16T"]);
+    qemu::create(b.dir(), "-f qcow2 y.qcow2 16T");
     b.write("y.qcow2", "qcow2", 15 << 40, 65536);
     let out = open_for_sending(&b.path("y.qcow2"), Conversion::AsIs).unwrap();
     assert!(out.notes.is_empty(), "{:?}", out.notes);

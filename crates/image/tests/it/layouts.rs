@@ -13,7 +13,7 @@ const CLUSTER: u64 = 65536;
 
 /// Writes whole clusters in this order through QEMU, in one call.
 fn in_order(b: &Bench, clusters: impl Iterator<Item = u64>) -> drover_image::Layout {
-    qemu::img(b.dir(), &["create", "-q", "-f", "qcow2", "x.qcow2", "1G"]);
+    qemu::create(b.dir(), "-f qcow2 x.qcow2 1G");
     let commands: Vec<String> = clusters
         .map(|c| format!("write -q -P 1 {} {CLUSTER}", c * CLUSTER))
         .collect();
@@ -74,7 +74,7 @@ fn every_container_of_one_disk_walks_the_same_blocks() {
         return;
     }
     let b = Bench::new(310);
-    qemu::img(b.dir(), &["create", "-q", "-f", "raw", "x.raw", "24M"]);
+    qemu::create(b.dir(), "-f raw x.raw 24M");
     b.scribble_with("x.raw", "raw", 24 * MIB, 30, 310, false);
     let mut walks = Vec::new();
     for (name, format, options) in [

@@ -90,7 +90,7 @@ fn stream_optimized_vmdk() {
         return;
     }
     let b = Bench::new(115);
-    qemu::img(b.dir(), &["create", "-q", "-f", "raw", "src.raw", "12M"]);
+    qemu::create(b.dir(), "-f raw src.raw 12M");
     b.scribble_with("src.raw", "raw", 12 * MIB, 20, 115, false);
     check::convert(
         b.dir(),
@@ -136,19 +136,7 @@ fn vmdk_of_several_files() {
     ] {
         let b = Bench::new(seed);
         let options = format!("subformat={sub}");
-        qemu::img(
-            b.dir(),
-            &[
-                "create",
-                "-q",
-                "-f",
-                "vmdk",
-                "-o",
-                &options,
-                "x.vmdk",
-                &size.to_string(),
-            ],
-        );
+        qemu::create(b.dir(), &format!("-f vmdk -o {options} x.vmdk {size}"));
         b.scribble_with("x.vmdk", "vmdk", 20 * MIB, 20, seed, true);
         // Across the border between two extents.
         b.write("x.vmdk", "vmdk", 2048 * MIB - 200_704, 401_408);
@@ -180,14 +168,9 @@ fn vmdk_on_a_parent() {
         return;
     }
     let b = Bench::new(125);
-    qemu::img(b.dir(), &["create", "-q", "-f", "vmdk", "p.vmdk", "6M"]);
+    qemu::create(b.dir(), "-f vmdk p.vmdk 6M");
     b.scribble_with("p.vmdk", "vmdk", 6 * MIB, 20, 125, false);
-    qemu::img(
-        b.dir(),
-        &[
-            "create", "-q", "-f", "vmdk", "-b", "p.vmdk", "-F", "vmdk", "c.vmdk",
-        ],
-    );
+    qemu::create(b.dir(), "-f vmdk -b p.vmdk -F vmdk c.vmdk");
     b.scribble_with("c.vmdk", "vmdk", 6 * MIB, 10, 126, false);
     let out = check::image(&b, "c.vmdk", "vmdk", &partial(Format::Vmdk));
     assert!(
@@ -251,7 +234,7 @@ fn foreign_containers_travel_as_raw_bytes_and_are_not_converted() {
     }
     let b = Bench::new(160);
     for format in ["qcow", "qed", "parallels"] {
-        qemu::img(b.dir(), &["create", "-q", "-f", format, format, "2M"]);
+        qemu::create(b.dir(), &format!("-f {format} {format} 2M"));
         let out = open_for_sending(&b.path(format), Conversion::AsIs).unwrap();
         assert_eq!(out.format, Format::Raw);
         assert!(

@@ -12,13 +12,7 @@ const MIB: u64 = 1 << 20;
 /// Makes, scribbles on and checks a qcow2 image with these `-o` options.
 fn variant(options: &str, size: u64, writes: usize, seed: u64) {
     let b = Bench::new(seed);
-    let size_text = size.to_string();
-    qemu::img(
-        b.dir(),
-        &[
-            "create", "-q", "-f", "qcow2", "-o", options, "x.qcow2", &size_text,
-        ],
-    );
+    qemu::create(b.dir(), &format!("-f qcow2 -o {options} x.qcow2 {size}"));
     check::image(&b, "x.qcow2", "qcow2", &plain(Format::Qcow2));
     b.scribble("x.qcow2", "qcow2", size, writes, seed);
     check::image(&b, "x.qcow2", "qcow2", &plain(Format::Qcow2));
@@ -79,7 +73,7 @@ fn compressed_by_either_method() {
         (45, "compat=0.10"),
     ] {
         let b = Bench::new(seed);
-        qemu::img(b.dir(), &["create", "-q", "-f", "raw", "src.raw", "12M"]);
+        qemu::create(b.dir(), "-f raw src.raw 12M");
         // What is random does not shrink and stays plain; text does.
         b.scribble_with("src.raw", "raw", 12 * MIB, 20, seed, false);
         let text: String = (0..200_000).map(|i| format!("line {i}\n")).collect();
@@ -110,7 +104,7 @@ fn chains_of_backing_files() {
         return;
     }
     let b = Bench::new(50);
-    qemu::img(b.dir(), &["create", "-q", "-f", "raw", "a.raw", "5M"]);
+    qemu::create(b.dir(), "-f raw a.raw 5M");
     b.scribble("a.raw", "raw", 5 * MIB, 20, 51);
     for (name, behind, format, options, size) in [
         ("b.qcow2", "a.raw", "raw", "cluster_size=64k", "8M"),
@@ -123,12 +117,9 @@ fn chains_of_backing_files() {
         ),
         ("d.qcow2", "c.qcow2", "qcow2", "extended_l2=on", "9M"),
     ] {
-        qemu::img(
+        qemu::create(
             b.dir(),
-            &[
-                "create", "-q", "-f", "qcow2", "-b", behind, "-F", format, "-o", options, name,
-                size,
-            ],
+            &format!("-f qcow2 -b {behind} -F {format} -o {options} {name} {size}"),
         );
         b.scribble(name, "qcow2", 5 * MIB, 20, 52);
         let out = check::image(&b, name, "qcow2", &partial(Format::Qcow2));
@@ -150,22 +141,9 @@ fn a_backing_file_elsewhere_is_followed_only_with_trust() {
     let b = Bench::new(55);
     std::fs::create_dir(b.path("base")).unwrap();
     std::fs::create_dir(b.path("vm")).unwrap();
-    qemu::img(b.dir(), &["create", "-q", "-f", "raw", "base/a.raw", "2M"]);
+    qemu::create(b.dir(), "-f raw base/a.raw 2M");
     b.scribble("base/a.raw", "raw", 2 * MIB, 5, 56);
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-b",
-            "../base/a.raw",
-            "-F",
-            "raw",
-            "vm/x.qcow2",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 -b ../base/a.raw -F raw vm/x.qcow2");
     let path = b.path("vm/x.qcow2");
     let refused = open_for_sending(&path, Conversion::Raw).unwrap_err();
     assert!(refused.to_string().contains("x.qcow2"), "{refused}");
@@ -190,13 +168,8 @@ fn backing_loops_and_endless_chains_end() {
         return;
     }
     let b = Bench::new(57);
-    qemu::img(b.dir(), &["create", "-q", "-f", "qcow2", "a.qcow2", "1M"]);
-    qemu::img(
-        b.dir(),
-        &[
-            "create", "-q", "-f", "qcow2", "-b", "a.qcow2", "-F", "qcow2", "b.qcow2",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 a.qcow2 1M");
+    qemu::create(b.dir(), "-f qcow2 -b a.qcow2 -F qcow2 b.qcow2");
     qemu::img(
         b.dir(),
         &["rebase", "-u", "-b", "b.qcow2", "-F", "qcow2", "a.qcow2"],
@@ -222,19 +195,7 @@ fn internal_snapshots_leave_the_active_disk_as_it_is() {
         return;
     }
     let b = Bench::new(60);
-    qemu::img(
-        b.dir(),
-        &[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "cluster_size=4k",
-            "s.qcow2",
-            "10M",
-        ],
-    );
+    qemu::create(b.dir(), "-f qcow2 -o cluster_size=4k s.qcow2 10M");
     for i in 0..3u64 {
         b.scribble("s.qcow2", "qcow2", 10 * MIB, 20, 61 + i);
         let name = format!("snapshot {i}");
@@ -258,12 +219,7 @@ fn an_external_data_file_travels_beside() {
     for (seed, raw) in [(70, "on"), (71, "off")] {
         let b = Bench::new(seed);
         let options = format!("data_file=d.raw,data_file_raw={raw}");
-        qemu::img(
-            b.dir(),
-            &[
-                "create", "-q", "-f", "qcow2", "-o", &options, "e.qcow2", "6M",
-            ],
-        );
+        qemu::create(b.dir(), &format!("-f qcow2 -o {options} e.qcow2 6M"));
         b.scribble("e.qcow2", "qcow2", 6 * MIB, 30, seed);
         let out = check::image(&b, "e.qcow2", "qcow2", &partial(Format::Qcow2));
         assert_eq!(out.companions, [b.path("d.raw")]);

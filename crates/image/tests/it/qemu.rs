@@ -41,6 +41,15 @@ pub fn img(dir: &Path, args: &[&str]) -> String {
     run("qemu-img", dir, args).unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// Runs `qemu-img create` in `dir` with these arguments, separated by spaces; it must succeed.
+pub fn create(dir: &Path, args: &str) {
+    let args: Vec<&str> = ["create", "-q"]
+        .into_iter()
+        .chain(args.split(' '))
+        .collect();
+    img(dir, &args);
+}
+
 /// Runs `qemu-img` in `dir`; whether it succeeds is part of the question.
 pub fn try_img(dir: &Path, args: &[&str]) -> Result<String, String> {
     run("qemu-img", dir, args)
