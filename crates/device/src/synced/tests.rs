@@ -9,7 +9,7 @@ use drover_core::{BlockDevice, Capabilities, Cost, Digest, Extent, Zeroes};
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::remote::{Change, Chunks, Epoch, Local, Shape, Staged};
+use crate::remote::{Change, Chunks, Epoch, Local, Remote, Shape, Staged};
 use crate::testing::{Committer, LocalRemote};
 use drover_storage::{Directory, FakeDirectory, Operation};
 
@@ -206,6 +206,36 @@ pub fn read_all(device: &dyn BlockDevice) -> Vec<u8> {
     let mut bytes = vec![0; device.size() as usize];
     device.read(0, &mut bytes).unwrap();
     bytes
+}
+
+/// Options of a device whose flushes wait for the cache only.
+pub fn local(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
+    SyncedOptions {
+        sync: Sync::Local,
+        push_interval: Duration::from_millis(5),
+        ..options(directory, remote)
+    }
+}
+
+/// What a crash leaves of a cache whose first commit (50,000 bytes of 1) got no answer.
+pub fn killed_before_the_answer(far: &Arc<Far>) -> FakeDirectory {
+    let directory = FakeDirectory::default();
+    let remote = far.remote();
+    let device = Synced::open(local(&directory, &remote)).unwrap();
+    let weak = Arc::downgrade(&remote);
+    *far.on_commit.lock() = Some(Box::new(move || {
+        if let Some(remote) = weak.upgrade() {
+            remote.cut("for good");
+        }
+        Ok(())
+    }));
+    device.write(0, &[1; 50_000]).unwrap();
+    device.flush().unwrap();
+    soon("a commit", || far.commits.load(Ordering::Acquire) == 1);
+    drop(device);
+    remote.close(Box::new(|_| {}));
+    *far.on_commit.lock() = None;
+    directory.after_kill()
 }
 
 /// Waits for something that happens soon.

@@ -1,15 +1,6 @@
 //! Lost replies, and failures at critical moments.
 
 use super::*;
-use crate::remote::Remote;
-
-fn local(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
-    SyncedOptions {
-        sync: Sync::Local,
-        push_interval: Duration::from_millis(5),
-        ..options(directory, remote)
-    }
-}
 
 #[test]
 fn a_commit_that_times_out_on_a_link_that_stands_is_asked_for_again() {
@@ -32,21 +23,7 @@ fn a_commit_that_times_out_on_a_link_that_stands_is_asked_for_again() {
 #[test]
 fn a_commit_learned_of_late_is_still_known_when_the_next_is_lost() {
     let far = Far::new(&[0; 200_000]);
-    let directory = FakeDirectory::default();
-    let remote = far.remote();
-    let device = Synced::open(local(&directory, &remote)).unwrap();
-    let weak = Arc::downgrade(&remote);
-    *far.on_commit.lock() = Some(Box::new(move || {
-        if let Some(remote) = weak.upgrade() {
-            remote.cut("for good");
-        }
-        Ok(())
-    }));
-    device.write(0, &[1; 50_000]).unwrap();
-    device.flush().unwrap();
-    soon("a commit", || far.commits.load(Ordering::Acquire) == 1);
-    drop(device);
-    remote.close(Box::new(|_| {}));
+    let directory = killed_before_the_answer(&far);
     // Opened without a link: what became of the commit is learned when there is one.
     let remote = far.remote();
     remote.cut("not yet");
@@ -60,7 +37,7 @@ fn a_commit_learned_of_late_is_still_known_when_the_next_is_lost() {
         count.fetch_add(1, Ordering::AcqRel);
         Err(DeviceError::Unavailable("cut".into()))
     }));
-    let device = Synced::open(local(&directory.after_kill(), &remote)).unwrap();
+    let device = Synced::open(local(&directory, &remote)).unwrap();
     remote.mend();
     device.write(0, &[2; 60_000]).unwrap();
     device.flush().unwrap();

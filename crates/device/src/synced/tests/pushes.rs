@@ -1,15 +1,6 @@
 //! Pushing epochs.
 
 use super::*;
-use crate::remote::Remote;
-
-fn local(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
-    SyncedOptions {
-        sync: Sync::Local,
-        push_interval: Duration::from_millis(5),
-        ..options(directory, remote)
-    }
-}
 
 #[test]
 fn a_flush_to_the_far_side_is_there_when_it_returns() {
@@ -156,23 +147,8 @@ fn an_image_that_changed_elsewhere_is_never_merged() {
 #[test]
 fn a_commit_whose_answer_was_lost_is_known_again_after_a_crash() {
     let far = Far::new(&[0; 200_000]);
-    let directory = FakeDirectory::default();
-    let remote = far.remote();
-    let device = Synced::open(local(&directory, &remote)).unwrap();
-    let weak = Arc::downgrade(&remote);
-    *far.on_commit.lock() = Some(Box::new(move || {
-        if let Some(remote) = weak.upgrade() {
-            remote.cut("for good");
-        }
-        Ok(())
-    }));
-    device.write(0, &[1; 50_000]).unwrap();
-    device.flush().unwrap();
-    soon("a commit", || far.commits.load(Ordering::Acquire) == 1);
-    drop(device);
-    remote.close(Box::new(|_| {}));
-    *far.on_commit.lock() = None;
-    let device = Synced::open(local(&directory.after_kill(), &far.remote())).unwrap();
+    let directory = killed_before_the_answer(&far);
+    let device = Synced::open(local(&directory, &far.remote())).unwrap();
     assert!(read_all(device.as_ref()) == far.bytes());
     device.close(true).unwrap();
     assert_eq!(far.bytes()[..50_000], [1; 50_000]);
