@@ -1,6 +1,6 @@
-//! Messages of both ends of a mount: any bytes decode to something that encodes to the same bytes, or are refused; a body
-//! is decompressed to its announced length, or refused; the parts of a reply are inside it; no more runs of zeros are kept
-//! than were requested.
+//! Messages of both ends of a mount: any bytes decode to something that encodes to the same bytes, or are refused; a
+//! body is decompressed to its announced length, or refused; the parts of a reply are inside it; no more runs of zeros
+//! are kept than were requested.
 
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};

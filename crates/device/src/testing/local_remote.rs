@@ -30,7 +30,7 @@ pub trait Committer: Send + Sync {
     /// [`DeviceError`]; the epoch is then abandoned.
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError>;
 
-    /// The staged parts of an epoch, from byte `from` of the device on. The default has none, so all of it is sent again.
+    /// The staged parts of an epoch, from byte `from` of the device on. The default has none: all of it is sent again.
     ///
     /// # Errors
     /// [`DeviceError`].
