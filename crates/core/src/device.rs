@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_from_other_errors() {
+    fn a_full_disk_is_distinguished_from_other_errors() {
         let full = DeviceError::from(io::Error::from(io::ErrorKind::StorageFull));
         assert!(matches!(full, DeviceError::NoSpace(_)), "{full}");
         assert!(!full.is_transient());

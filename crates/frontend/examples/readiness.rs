@@ -34,7 +34,7 @@ fn main() -> Result<(), Failure> {
         ("ioctl-and-polling", Interface::Ioctl),
     ] {
         let mut attached = Vec::new();
-        let mut told = Vec::new();
+        let mut times = Vec::new();
         for _ in 0..rounds {
             while events.try_recv().is_ok() {}
             let begin = Instant::now();
@@ -44,11 +44,11 @@ fn main() -> Result<(), Failure> {
             })?;
             attached.push(begin.elapsed());
             let event = events.recv_timeout(Duration::from_secs(5))?;
-            told.push(event.saturating_duration_since(begin));
+            times.push(event.saturating_duration_since(begin));
             local.detach(Detach::IfUnused)?;
         }
         say(&format!("nbd by {name}: attached"), attached);
-        say(&format!("nbd by {name}: event"), told);
+        say(&format!("nbd by {name}: event"), times);
     }
     let mut attached = Vec::new();
     for _ in 0..rounds {

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_nobody_holds_is_settled() {
+    fn an_unused_file_is_settled() {
         let file = tempfile::NamedTempFile::new().unwrap();
         settle(file.path()).unwrap();
         let error = settle(Path::new("/nonexistent/device")).unwrap_err();

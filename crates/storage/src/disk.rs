@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_that_was_told_once_is_told_from_then_on() {
+    fn a_loss_that_was_reported_once_is_reported_from_then_on() {
         let file = SyncedFile::new(tempfile::tempfile().unwrap(), Arc::<FailsOnce>::default());
         for _ in 0..3 {
             assert_eq!(file.sync_data().unwrap_err().raw_os_error(), Some(5));

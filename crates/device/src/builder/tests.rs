@@ -181,29 +181,29 @@ fn random_stacks_keep_the_contract() {
     for seed in 0..60 {
         let mut random = fastrand::Rng::with_seed(seed);
         let size = random.u64(1..60_000);
-        let (mut below, mut told) = backend(&mut random, size);
+        let (mut below, mut text) = backend(&mut random, size);
         let chunk = 512u32 << random.u32(0..9);
         let chunked = random.bool();
         if chunked && random.bool() {
             let alignment = chunk >> random.u32(0..4);
-            told += &format!(", strict {alignment}");
+            text += &format!(", strict {alignment}");
             below = Arc::new(Strict::new(below, alignment, alignment * random.u32(1..9)));
         }
         let mut stack = Stack::over(below);
         if chunked {
-            told += &format!(", chunked {chunk}");
+            text += &format!(", chunked {chunk}");
             stack = stack.chunked(chunk);
         }
         if random.bool() {
             let granularity = 1 << random.u32(0..16);
-            told += &format!(", tracked {granularity}");
+            text += &format!(", tracked {granularity}");
             stack = stack.tracked(granularity);
         }
         if random.bool() {
-            told += ", lockable";
+            text += ", lockable";
             stack = stack.lockable(LONG);
         }
-        eprintln!("seed {seed}: {size} bytes, {told}");
+        eprintln!("seed {seed}: {size} bytes, {text}");
         let built = stack.build().unwrap();
         assert_eq!(built.device.size(), size);
         crate::testing::run(built.device.as_ref(), seed);

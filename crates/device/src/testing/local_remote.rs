@@ -610,7 +610,7 @@ mod tests {
 
     /// Otherwise a device would consider the link down forever, and its writers would wait for space forever.
     #[test]
-    fn what_is_told_of_the_link_last_is_how_it_is() {
+    fn the_last_report_of_the_link_is_its_state() {
         let remote = LocalRemote::new(Arc::new(MemoryDevice::new(4096)), 4096, 1, None).unwrap();
         let (is_told, told) = channel();
         let (up, is_up) = channel();

@@ -65,13 +65,13 @@ fn changes_are_listed_and_dropped_with_and_without_a_site() {
 
         let list = changes(&m);
         assert_eq!(list.len(), 1, "{list:?}");
-        let told = &list[0];
-        assert_eq!(told["image"], "web.raw");
-        assert_eq!(told["changed_bytes"], 8192);
-        assert!(told["room_bytes"].as_u64().unwrap() >= 8192);
-        assert!(told["written_unix"].as_i64().unwrap() > 1_700_000_000);
-        assert!(told["held_by"].is_null() && told["problem"].is_null());
-        assert!(told["by"]["note"].as_str().unwrap().contains(&name));
+        let change = &list[0];
+        assert_eq!(change["image"], "web.raw");
+        assert_eq!(change["changed_bytes"], 8192);
+        assert!(change["room_bytes"].as_u64().unwrap() >= 8192);
+        assert!(change["written_unix"].as_i64().unwrap() > 1_700_000_000);
+        assert!(change["held_by"].is_null() && change["problem"].is_null());
+        assert!(change["by"]["note"].as_str().unwrap().contains(&name));
         let shown = far(&m, &["changes"]).ok().out;
         assert!(shown.contains("web.raw") && shown.contains("8.0 KiB") && shown.contains(&name));
         assert!(shown.contains("free"), "{shown}");
@@ -84,7 +84,7 @@ fn changes_are_listed_and_dropped_with_and_without_a_site() {
         let of = |name: &str| images.iter().find(|i| i["name"] == name).unwrap();
         assert_eq!(of("web.raw")["changed_bytes"], 8192);
         assert_eq!(of("db.raw")["changed_bytes"], 0);
-        assert_eq!(told["base"], of("web.raw")["digest"]);
+        assert_eq!(change["base"], of("web.raw")["digest"]);
         let verified = far(&m, &["verify", "web.raw"]).ok();
         assert!(
             verified.err.contains("changes by mounts, 8.0 KiB"),

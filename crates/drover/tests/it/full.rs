@@ -117,23 +117,23 @@ fn indexed(small: &Small, names: &[&str]) {
 
 /// Runs each cleanup command on a disk that has been filled again.
 fn clears_up(small: &Small, way: &str) {
-    let told = |args: &[&str]| {
+    let run = |args: &[&str]| {
         small.fill();
         let ran = small.run(args).ok();
         let reserve = small.reserve();
         assert!(reserve >= RESERVE / 4, "{way} {args:?}: {reserve} are left");
         ran
     };
-    let ticket = told(&["ticket", "--advertise", "127.0.0.1:1"]).out;
+    let ticket = run(&["ticket", "--advertise", "127.0.0.1:1"]).out;
     assert!(ticket.starts_with("drover1"), "{ticket}");
-    let broken = told(&["mounts", "break", "disk.img", "--yes"]).err;
+    let broken = run(&["mounts", "break", "disk.img", "--yes"]).err;
     assert!(
         broken.contains("revoked the write lease of disk.img"),
         "{broken}"
     );
-    told(&["rm", "a.img", "--yes"]);
-    told(&["changes"]);
-    let dropped = told(&["changes", "drop", "disk.img", "--yes"]).out;
+    run(&["rm", "a.img", "--yes"]);
+    run(&["changes"]);
+    let dropped = run(&["changes", "drop", "disk.img", "--yes"]).out;
     assert!(
         dropped.contains("dropped the changes to disk.img"),
         "{dropped}"
@@ -142,8 +142,8 @@ fn clears_up(small: &Small, way: &str) {
         small.run(&["changes", "--json"]).ok().out.is_empty(),
         "{way}"
     );
-    told(&["rm", "disk.img", "--yes"]);
-    told(&["peers", "forget", "near", "--yes"]);
+    run(&["rm", "disk.img", "--yes"]);
+    run(&["peers", "forget", "near", "--yes"]);
     fs::remove_file(small.home.join("junk")).unwrap();
     let list = small.run(&["images", "--json"]).ok().json();
     let names: Vec<_> = list
@@ -198,8 +198,9 @@ fn a_full_disk_is_cleared_up_by_a_running_site() {
 }
 
 #[test]
-fn a_site_starts_on_a_full_disk_to_be_told_to_clear_up() {
-    let Some(small) = Small::new("a_site_starts_on_a_full_disk_to_be_told_to_clear_up") else {
+fn a_site_starts_on_a_full_disk_so_that_it_can_be_cleaned_up() {
+    let Some(small) = Small::new("a_site_starts_on_a_full_disk_so_that_it_can_be_cleaned_up")
+    else {
         return;
     };
     small.run(&["init"]).ok();

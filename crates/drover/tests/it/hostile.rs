@@ -166,7 +166,7 @@ fn what_only_the_machine_itself_may_ask_is_refused_to_peers() {
 }
 
 #[test]
-fn frames_that_nobody_sends_end_only_their_own_connection() {
+fn invalid_frames_end_only_their_own_connection() {
     let world = World::new();
     let site = world.serve("far", &[]);
     run(async {

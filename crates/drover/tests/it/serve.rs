@@ -159,7 +159,7 @@ fn strangers_cannot_keep_peers_out() {
 }
 
 #[test]
-fn systemd_is_told() {
+fn systemd_is_notified() {
     let world = World::new();
     let path = world.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();

@@ -88,7 +88,7 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
     // Everything is counted, exactly once. (The catalog has log files next to it while it is open.) A file system may
     // allocate blocks some time after a write.
     let mut again = Value::Null;
-    until("what is told is what is there", || {
+    until("the report matches the files", || {
         // A fragmented file takes a block more than its content.
         let reserve = far.join("reserve").metadata().unwrap();
         let mut sum = (1, reserve.len(), reserve.blocks() * 512);
@@ -97,14 +97,14 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
             sum = (sum.0 + files, sum.1 + size, sum.2 + disk);
         }
         again = space(&world, "far");
-        let told = |what: &str| {
+        let reported = |what: &str| {
             let all = number(&again["total"][what]);
             all - number(&item(&again, "other")[what])
         };
         let cache = far.join("mounts/x/cache/data").metadata().unwrap();
-        assert_eq!(told("files"), sum.0 - 1);
-        assert_eq!(told("size_bytes"), sum.1 - cache.len());
-        told("disk_bytes") == sum.2 - cache.blocks() * 512
+        assert_eq!(reported("files"), sum.0 - 1);
+        assert_eq!(reported("size_bytes"), sum.1 - cache.len());
+        reported("disk_bytes") == sum.2 - cache.blocks() * 512
     });
     let all = &again["file_systems"][0];
     assert_eq!(all["holds"][0], "home");

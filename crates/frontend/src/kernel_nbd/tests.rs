@@ -58,7 +58,7 @@ fn a_connect_request_is_the_bytes_that_the_kernel_expects() {
 }
 
 #[test]
-fn answers_are_told_apart() {
+fn replies_are_distinguished() {
     let mut datagram = message(0x1d, 9, &[1, 1, 0, 0, 8, 0, 1, 0, 4, 0, 0, 0]);
     datagram.extend(message(2, 9, &(-16i32).to_ne_bytes()));
     let (answer, rest) = take_message(&datagram, 9).unwrap();

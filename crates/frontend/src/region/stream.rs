@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_followed_without_prefetch() {
+    fn no_stream_is_followed_without_prefetch() {
         let mut streams = Streams::new(1);
         assert_eq!(read_on(&mut streams, 0, 100), 100);
     }

@@ -270,7 +270,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
 }
 
 #[test]
-fn the_kernel_is_told_what_the_device_can_do() {
+fn the_kernel_gets_the_capabilities_of_the_device() {
     let memory = MemoryDevice::new(1 << 20);
     let can = memory.capabilities();
     let params = Options::default().params(&memory).unwrap();

@@ -48,7 +48,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    pub fn wait_for_somebody(&self) {
+    pub fn wait_for_a_request(&self) {
         let limit = Instant::now() + PATIENCE;
         while self.closed.lock().1 == 0 {
             assert!(Instant::now() < limit, "nobody comes");
@@ -210,7 +210,7 @@ fn changes_that_hang_keep_no_read_waiting() {
         std::thread::spawn(move || slow.write(HANGS + n * 8192 + 5, &[9; 100]))
     });
     let writers: Vec<_> = writers.collect();
-    world.gate.wait_for_somebody();
+    world.gate.wait_for_a_request();
     let (bytes, own) = (world.bytes.clone(), slow.clone());
     in_time("reads", move || {
         let mut all = vec![0; SIZE];
@@ -244,7 +244,7 @@ fn an_image_that_does_not_answer_keeps_nothing_from_readers_of_others() {
         std::thread::spawn(move || slow.read(HANGS + n * 8192, &mut [0; 100]))
     });
     let readers: Vec<_> = readers.collect();
-    world.gate.wait_for_somebody();
+    world.gate.wait_for_a_request();
     let quick = mount(&runtime, &world, "quick", Access::ReadWrite);
     in_time("a mount of another image", move || {
         quick.write(70, &[3; 100]).unwrap();
@@ -272,7 +272,7 @@ fn an_image_that_takes_long_to_close_keeps_nothing_from_another() {
     let opens = Opens(world.gate.clone());
     slow.close().unwrap();
     drop(slow);
-    world.gate.wait_for_somebody();
+    world.gate.wait_for_a_request();
     let quick = Arc::new(mount(&runtime, &world, "quick", Access::ReadWrite));
     in_time("a mount of another image", move || {
         quick.write(70, &[3; 100]).unwrap();

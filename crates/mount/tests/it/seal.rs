@@ -176,7 +176,7 @@ fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
             let _opens = Opens(Arc::clone(&gate));
             let sync = scope.spawn(|| device.pusher().sync());
             if epoch == 1 {
-                gate.wait_for_somebody();
+                gate.wait_for_a_request();
                 read(2 << 20);
                 // Longer than any other request may take.
                 std::thread::sleep(give_up + Duration::from_secs(2));
@@ -219,7 +219,7 @@ fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
             // Before the scope waits for its threads, also when it panics.
             let _opens = Opens(Arc::clone(&gate));
             let sync = scope.spawn(|| device.pusher().sync());
-            gate.wait_for_somebody();
+            gate.wait_for_a_request();
             let connects = near.connects.load(Ordering::Relaxed);
             if limit.is_none() {
                 near.cut();
@@ -262,7 +262,7 @@ fn the_next_epoch_is_taken_and_a_link_is_made_while_one_is_copied() {
     gate.set(true);
     let opens = Opens(Arc::clone(&gate));
     wait(|done| client.commit(first, 65_536, done)).unwrap();
-    gate.wait_for_somebody();
+    gate.wait_for_a_request();
     wait(|done| client.push(second, write(65_536, 2), done)).unwrap();
     near.cut();
     soon(
@@ -309,7 +309,7 @@ fn commits_of_one_epoch_while_it_is_copied_start_no_more_copies() {
     for _ in 0..TIMES {
         wait(|done| client.commit(epoch, 65_536, done)).unwrap();
     }
-    gate.wait_for_somebody();
+    gate.wait_for_a_request();
     let threads = copying();
     assert!(threads < TIMES / 2, "{threads} threads");
     drop(opens);
@@ -336,7 +336,7 @@ fn another_mount_is_answered_while_a_commit_waits() {
         gate.set(true);
         let opens = Opens(Arc::clone(&gate));
         client.commit(first, 65_536, Box::new(move |done| drop(say.send(done))));
-        gate.wait_for_somebody();
+        gate.wait_for_a_request();
         if waits_for_the_copy {
             hear.recv_timeout(PATIENCE).expect("an answer").unwrap();
             wait(|done| client.push(second, write(65_536, 2), done)).unwrap();
@@ -375,7 +375,7 @@ fn another_mount_is_answered_while_a_commit_waits() {
 
 /// The connection on which an epoch was committed has ended before the epoch was sealed.
 #[test]
-fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
+fn an_epoch_whose_reply_is_lost_is_copied_nevertheless() {
     let runtime = runtime();
     let _inside = runtime.enter();
     let base = content(SIZE, 55);
@@ -393,14 +393,14 @@ fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
         65_536,
         Box::new(move |result| drop(say.send(result))),
     );
-    seals.wait_for_somebody();
+    seals.wait_for_a_request();
     // The image is not closed meanwhile, which would copy it too.
     let view = site.server.view(&name("web")).unwrap();
     near.cut();
     let cut = hear.recv_timeout(PATIENCE).expect("an answer");
     assert!(cut.is_err(), "the link was cut");
     seals.set(false);
-    copies.wait_for_somebody();
+    copies.wait_for_a_request();
     drop((view, opens));
     soon("the link is back", || client.committed() == epoch);
     wait(|done| client.close(done)).unwrap();
@@ -424,7 +424,7 @@ fn changes_are_dropped_once_they_have_been_copied() {
     wait(|done| client.push(epoch, write(0, 1), done)).unwrap();
     gate.set(true);
     wait(|done| client.commit(epoch, 65_536, done)).unwrap();
-    gate.wait_for_somebody();
+    gate.wait_for_a_request();
     wait(|done| client.close(done)).unwrap();
     drop(client);
     let image = name("web");

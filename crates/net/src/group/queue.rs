@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_hurried_overtakes_what_nobody_waits_for() {
+    fn foreground_work_overtakes_background_work() {
         let mut queue = Queue::default();
         for n in 1..=3 {
             queue.push(n, false);

@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use crate::util::listener;
 
 /// A local address without a listener.
-async fn nobody() -> String {
+async fn unused_address() -> String {
     let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
     socket.local_addr().unwrap().to_string()
 }
@@ -17,7 +17,7 @@ async fn nobody() -> String {
 async fn one_line_that_names_the_peer() {
     let me = Identity::generate();
     let (key, options) = (me.key(), ConnectOptions::named("lyon"));
-    let address = nobody().await;
+    let address = unused_address().await;
     let e = connect(&address, &me, &key, &options).await.unwrap_err();
     assert_eq!(
         e.to_string(),
@@ -48,7 +48,7 @@ async fn the_address_where_the_right_site_answers_wins() {
     let (wrong, _) = listener().await;
     let right_address = right.local_addr().to_string();
     let addresses = [
-        nobody().await,
+        unused_address().await,
         wrong.local_addr().to_string(),
         right_address.clone(),
     ];
@@ -72,7 +72,7 @@ async fn the_address_where_the_right_site_answers_wins() {
         .await
         .unwrap_err();
     assert!(matches!(e, NetError::WrongPeer { .. }), "{e}");
-    let both = [nobody().await, nobody().await];
+    let both = [unused_address().await, unused_address().await];
     let e = connect_any(&both, &me, &server.key(), &options)
         .await
         .unwrap_err();

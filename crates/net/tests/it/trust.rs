@@ -183,7 +183,7 @@ async fn garbage_instead_of_tls() {
 }
 
 #[tokio::test]
-async fn a_slow_handshake_runs_out_and_holds_nobody_up() {
+async fn a_slow_handshake_times_out_without_delaying_others() {
     let (listener, server) = listener().await;
     let address = listener.local_addr();
     let silent = TcpStream::connect(address).await.unwrap();

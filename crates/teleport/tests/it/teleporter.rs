@@ -400,7 +400,7 @@ async fn a_teleporter_that_was_away_gets_what_it_missed() {
 
 /// One that begins anew, and a site that starts meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_teleporter_that_lost_its_files_is_told_again() {
+async fn a_teleporter_that_lost_its_files_is_filled_again() {
     let Three {
         there,
         teleporter,

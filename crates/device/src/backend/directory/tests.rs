@@ -434,7 +434,7 @@ impl Directory for SlowSync {
 }
 
 #[test]
-fn a_full_disk_is_told_and_leaves_a_device_that_works() {
+fn a_full_disk_is_reported_and_the_device_still_works() {
     let fake = FakeDirectory::default();
     let device = create(&fake, 1 << 20);
     device.write(0, &[1; 4096]).unwrap();

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_has_a_block_that_another_has() {
+    fn a_block_has_one_holder() {
         let ranges = Ranges::default();
         let holders: Vec<AtomicU32> = (0..16).map(|_| AtomicU32::new(0)).collect();
         std::thread::scope(|scope| {

@@ -19,7 +19,7 @@ fn it_keeps_the_contract() {
 }
 
 #[test]
-fn what_changed_since_the_mark_is_told_and_no_more() {
+fn exactly_the_changes_since_the_mark_are_reported() {
     let (device, track) = Tracked::new(MemoryDevice::new(100_000), 4096);
     assert!(track.dirty_since_mark().is_empty());
     device.write(0, &[1; 10]).unwrap();
@@ -99,7 +99,7 @@ fn a_huge_device_is_tracked_in_larger_blocks() {
 }
 
 #[test]
-fn the_end_of_the_largest_device_is_told_without_overflow() {
+fn the_end_of_the_largest_device_is_reported_without_overflow() {
     let (size, block) = (u64::MAX, block_for(u64::MAX, 4096));
     let of = |blocks: &[u32]| Dirty {
         blocks: blocks.iter().copied().collect(),

@@ -39,8 +39,8 @@ impl History {
 
     fn judge(&mut self, digest: [u8; 32]) {
         match self.states.get(&digest) {
-            None => self.wrong = Some("the far side is at a state that never was".into()),
-            Some(number) if *number < self.at => self.wrong = Some("the far side went back".into()),
+            None => self.wrong = Some("the remote is at a state that never existed".into()),
+            Some(number) if *number < self.at => self.wrong = Some("the remote went back".into()),
             Some(number) => self.at = *number,
         }
     }
@@ -192,7 +192,7 @@ impl Life {
                 let chunk = differ.map(|i| (i / CHUNK as usize) as u64);
                 assert!(
                     differ.is_none(),
-                    "a flush did not reach the far side: {differ:?} of chunk {chunk:?}, {:?}",
+                    "a flush did not reach the remote: {differ:?} of chunk {chunk:?}, {:?}",
                     chunk.map(|i| self.device().shared.states.get(i)),
                 );
                 self.settled();
@@ -391,11 +391,11 @@ fn lives() -> u64 {
 }
 
 #[test]
-fn nothing_flushed_is_lost_and_the_far_side_is_always_a_state_that_was_with_local_flushes() {
+fn nothing_flushed_is_lost_and_the_remote_is_always_in_an_earlier_state_with_local_flushes() {
     live(Sync::Local, 0..lives(), 250);
 }
 
 #[test]
-fn nothing_flushed_is_lost_and_the_far_side_is_always_a_state_that_was_with_remote_flushes() {
+fn nothing_flushed_is_lost_and_the_remote_is_always_in_an_earlier_state_with_remote_flushes() {
     live(Sync::Remote, 1000..1000 + lives(), 250);
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_flush_to_the_far_side_is_there_when_it_returns() {
+fn a_flush_to_the_remote_is_durable_when_it_returns() {
     let far = Far::new(&random_bytes(1, 500_000));
     let device = Synced::open(options(&FakeDirectory::default(), &far.remote())).unwrap();
     device.write(70_000, &[3; 100_000]).unwrap();
@@ -22,7 +22,7 @@ fn a_flush_to_the_far_side_is_there_when_it_returns() {
 }
 
 #[test]
-fn writers_go_on_during_a_push_and_the_far_side_has_no_later_write_without_the_earlier() {
+fn writers_continue_during_a_push_and_the_remote_has_no_later_write_without_the_earlier() {
     let far = Far::new(&vec![0; 40 * CHUNK as usize]);
     let seen = Arc::new(AtomicU64::new(0));
     let device = Synced::open(local(&FakeDirectory::default(), &far.remote())).unwrap();
@@ -104,7 +104,7 @@ fn sixteen_flushes_share_their_epochs() {
 }
 
 #[test]
-fn what_the_far_side_refuses_is_told_and_tried_again() {
+fn a_refusal_of_the_remote_is_reported_and_retried() {
     let far = Far::new(&[0; 100_000]);
     let device = Synced::open(options(&FakeDirectory::default(), &far.remote())).unwrap();
     *far.on_commit.lock() = Some(Box::new(|| Err(DeviceError::NoSpace("over there".into()))));

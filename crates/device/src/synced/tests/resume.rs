@@ -107,7 +107,7 @@ fn what_is_written_meanwhile_belongs_to_the_next_epoch() {
         assert!(read_all(device.as_ref()) == now);
         remote.mend();
         sync.join().unwrap().unwrap();
-        assert!(far.bytes() == frozen, "the far side is at what was frozen");
+        assert!(far.bytes() == frozen, "the remote is at the frozen state");
         seen = now;
     });
     device.pusher().sync().unwrap();
@@ -118,7 +118,7 @@ fn what_is_written_meanwhile_belongs_to_the_next_epoch() {
 /// The remote loses staged parts in a power failure: they are sent again if possible, else the epoch restarts. The
 /// result is never a mixture.
 #[test]
-fn what_the_far_side_lost_is_sent_again_or_the_epoch_begins_anew() {
+fn parts_that_the_remote_lost_are_sent_again_or_the_epoch_restarts() {
     for overwritten in [false, true] {
         let far = Far::new(&vec![0; SIZE]);
         let remote = far.remote();

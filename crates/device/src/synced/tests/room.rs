@@ -111,7 +111,7 @@ fn a_close_that_failed_is_tried_again_and_then_keeps_everything() {
 }
 
 #[test]
-fn a_full_disk_does_not_keep_a_push_from_the_far_side() {
+fn a_full_disk_does_not_prevent_a_push() {
     let far = Far::new(&random_bytes(13, 100 * CHUNK as usize));
     let directory = FakeDirectory::default();
     let device = Synced::open(quiet(&directory, &far.remote())).unwrap();

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_without_end_is_refused_and_costs_nobody_else() {
+    fn an_endless_wait_is_refused_without_delaying_others() {
         let bucket = Bucket::new(1, 0);
         let now = Instant::now();
         let refused = bucket.admit(now, u64::MAX);

@@ -104,8 +104,8 @@ fn discard_forgets_what_was_not_pushed() {
 }
 
 #[test]
-fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named() {
-    if !can_mount("a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named") {
+fn a_site_that_cannot_be_notified_keeps_the_write_lease_and_the_way_out_is_named() {
+    if !can_mount("a_site_that_cannot_be_notified_keeps_the_write_lease_and_the_way_out_is_named") {
         return;
     }
     let m = Mounts::new();

@@ -116,8 +116,8 @@ fn direct_keeps_nothing_here() {
 }
 
 #[test]
-fn sync_remote_flushes_are_at_the_far_side() {
-    if !can_mount("sync_remote_flushes_are_at_the_far_side") {
+fn sync_remote_flushes_are_at_the_remote_site() {
+    if !can_mount("sync_remote_flushes_are_at_the_remote_site") {
         return;
     }
     let mut m = Mounts::new();

@@ -68,7 +68,7 @@ fn a_full_cache_disk_fails_writes_and_reads_go_on() {
     m.proxy.heal();
     read(&mut nbd);
     drop(nbd);
-    until("the far side has what was written", || {
+    until("the remote site has what was written", || {
         m.disk()["dirty"] == 0
     });
     // Every write that succeeded is intact at the far site. With the disk completely full, metadata that is no longer

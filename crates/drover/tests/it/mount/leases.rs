@@ -7,8 +7,8 @@ use super::{Mounts, can_mount, text};
 use crate::world::until;
 
 #[test]
-fn one_writer_and_the_second_is_told_who_has_it() {
-    if !can_mount("one_writer_and_the_second_is_told_who_has_it") {
+fn one_writer_and_the_refusal_of_the_second_names_the_holder() {
+    if !can_mount("one_writer_and_the_refusal_of_the_second_names_the_holder") {
         return;
     }
     let m = Mounts::new();
@@ -127,10 +127,10 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     );
     // The lease is free now; breaking it again says so.
     assert!(broken(&[]).err.contains("nobody held the write lease"));
-    let told = broken(&["--json"]).json();
-    assert_eq!(told.len(), 1);
-    assert_eq!(told[0]["image"], "web.raw");
-    assert!(told[0]["writer"].is_null(), "{told:?}");
+    let lines = broken(&["--json"]).json();
+    assert_eq!(lines.len(), 1);
+    assert_eq!(lines[0]["image"], "web.raw");
+    assert!(lines[0]["writer"].is_null(), "{lines:?}");
     m.proxy.heal();
     let path = m.world.path("second");
     m.world

@@ -111,8 +111,8 @@ fn both_ends_count_what_mounts_do() {
 }
 
 #[test]
-fn a_daemon_that_is_stopped_is_told_from_one_that_is_dead() {
-    if !can_mount("a_daemon_that_is_stopped_is_told_from_one_that_is_dead") {
+fn a_stopped_daemon_is_distinguished_from_a_dead_one() {
+    if !can_mount("a_stopped_daemon_is_distinguished_from_a_dead_one") {
         return;
     }
     let m = Mounts::new();

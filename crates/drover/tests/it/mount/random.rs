@@ -139,7 +139,7 @@ fn run(seed: u64) {
     });
     assert!(
         m.far_bytes("web.raw") == model.now,
-        "the far side has another disk"
+        "the remote site has another disk"
     );
     assert!(m.proxy.to_far() > 0);
 }

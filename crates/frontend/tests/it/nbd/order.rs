@@ -199,7 +199,7 @@ fn requests_are_seen_by_those_after_them_through_a_small_cache() {
         let mut there = vec![0; SIZE as usize];
         far.read(0, &mut there).expect("memory");
         if let Some(what) = difference(&there, &model) {
-            panic!("seed {seed}: at the far side: {what}");
+            panic!("seed {seed}: at the device: {what}");
         }
     }
 }

@@ -160,7 +160,7 @@ impl Raw {
     /// Takes the next answer, to whichever request.
     pub fn answer(&mut self) -> Answer {
         let mut answer: Option<Answer> = None;
-        let mut told = Vec::new();
+        let mut received = Vec::new();
         loop {
             let magic = self.u32();
             if magic == wire::SIMPLE_REPLY {
@@ -195,13 +195,13 @@ impl Raw {
             };
             let mut data = vec![0; length as usize];
             self.stream.read_exact(&mut data).unwrap();
-            take(current, &mut told, kind, &data);
+            take(current, &mut received, kind, &data);
             if flags & chunk::DONE != 0 {
                 let answer = answer.unwrap();
                 if answer.request.command == command::READ && answer.error == 0 {
-                    told.sort_unstable();
+                    received.sort_unstable();
                     let mut at = 0;
-                    for (from, to) in told {
+                    for (from, to) in received {
                         assert_eq!(from, at, "chunks overlap or leave gaps");
                         at = to;
                     }
@@ -252,7 +252,7 @@ impl Raw {
     }
 }
 
-fn take(answer: &mut Answer, told: &mut Vec<(usize, usize)>, kind: u16, data: &[u8]) {
+fn take(answer: &mut Answer, received: &mut Vec<(usize, usize)>, kind: u16, data: &[u8]) {
     let request = answer.request;
     let place = |data: &[u8]| {
         let offset = u64::from_be_bytes(data[..8].try_into().unwrap());
@@ -268,14 +268,14 @@ fn take(answer: &mut Answer, told: &mut Vec<(usize, usize)>, kind: u16, data: &[
             let at = place(data);
             let data = &data[8..];
             answer.data[at..at + data.len()].copy_from_slice(data);
-            told.push((at, at + data.len()));
+            received.push((at, at + data.len()));
             answer.chunks += 1;
         }
         chunk::OFFSET_HOLE => {
             let at = place(data);
             let length = u32::from_be_bytes(data[8..12].try_into().unwrap()) as usize;
             answer.data[at..at + length].fill(0);
-            told.push((at, at + length));
+            received.push((at, at + length));
             answer.chunks += 1;
         }
         chunk::BLOCK_STATUS => {

@@ -257,8 +257,8 @@ fn who_reads_on_is_fetched_for_and_who_jumps_is_not() {
 }
 
 #[test]
-fn the_device_is_told_what_comes_next() {
-    if !can("the_device_is_told_what_comes_next") {
+fn the_device_gets_prefetch_hints() {
+    if !can("the_device_gets_prefetch_hints") {
         return;
     }
     let device = Arc::new(Probe::of(&pattern(4 << 20, 13)));

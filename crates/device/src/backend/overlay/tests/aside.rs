@@ -23,7 +23,7 @@ fn used() -> (FakeDirectory, Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn changes_are_told_with_and_without_opening_it() {
+fn changes_are_summarized_with_and_without_opening_it() {
     let fake = FakeDirectory::default();
     assert_eq!(summary(&directory(&fake)).unwrap(), None);
     let base = image(32 * BLOCK + 100);
@@ -51,13 +51,13 @@ fn changes_are_told_with_and_without_opening_it() {
     );
     assert_eq!(overlay.changes_in(40 * BLOCK..50 * BLOCK), []);
     for _ in 0..2 {
-        let told = summary(&directory(&fake)).unwrap().unwrap();
-        assert_eq!(told.changed, 4 * BLOCK + BLOCK);
+        let found = summary(&directory(&fake)).unwrap().unwrap();
+        assert_eq!(found.changed, 4 * BLOCK + BLOCK);
         overlay.settle().unwrap();
     }
-    let told = summary(&directory(&fake)).unwrap().unwrap();
-    assert_eq!(told.identity, identity(base.len() as u64));
-    assert_eq!(told.changed, 4 * BLOCK + BLOCK);
+    let found = summary(&directory(&fake)).unwrap().unwrap();
+    assert_eq!(found.identity, identity(base.len() as u64));
+    assert_eq!(found.changed, 4 * BLOCK + BLOCK);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_discarded_overlay_is_gone_whole_at_every_step_of_a_power_cut() {
 }
 
 #[test]
-fn discarding_needs_no_room_and_waits_for_nobody() {
+fn discarding_needs_no_space_and_never_waits() {
     let (fake, base, _) = used();
     let open = open_fake(&fake, &base).unwrap();
     assert!(matches!(discard(&fake), Err(OverlayError::Busy { .. })));

@@ -249,7 +249,7 @@ fn after_a_failed_sync_nothing_is_said_to_be_durable() {
 }
 
 #[test]
-fn a_full_disk_is_told_and_can_be_mended() {
+fn a_full_disk_is_reported_and_can_be_cleaned_up() {
     let fake = FakeDirectory::default();
     let base = image(64 * BLOCK);
     let overlay = open_fake(&fake, &base).unwrap();

@@ -159,7 +159,7 @@ fn a_killed_process_loses_nothing_that_was_flushed() {
 }
 
 #[test]
-fn a_second_process_is_told_that_it_is_in_use() {
+fn a_second_process_is_refused_as_in_use() {
     if let Some(path) = am_child() {
         let overlay = open_in(&path).unwrap();
         say("open");
@@ -169,7 +169,7 @@ fn a_second_process_is_told_that_it_is_in_use() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let mut process = Process::start("a_second_process_is_told_that_it_is_in_use", dir.path());
+    let mut process = Process::start("a_second_process_is_refused_as_in_use", dir.path());
     assert_eq!(process.lines().next().as_deref(), Some("open"));
     let error = open_in(dir.path()).err().unwrap();
     assert!(matches!(error, OverlayError::Busy { .. }), "{error}");
