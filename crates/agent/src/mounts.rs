@@ -6,7 +6,7 @@
 //! - `disk`: opens an image as a device; `local`: opens a local path as one; `front`: exposes a device as a file,
 //!   by NBD or as a kernel block device.
 //! - `kernel`: kernel block devices, and the process that guards them.
-//! - `control`, `status`: requests to the daemon; [`end`]: unmounting, and `dead` the same when the daemon is
+//! - `control`, `status`: requests to the daemon; `end`: unmounting, and `dead` the same when the daemon is
 //!   gone.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.

@@ -58,7 +58,7 @@ use wait::Waits;
 pub struct Synced {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Whether a close has completed. Held by the closing thread, also while it notifies the remote ([`FAREWELL`]):
+    /// Whether a close has completed. Held by the closing thread, also while it notifies the remote (`FAREWELL`):
     /// only another close waits for it.
     is_written_down: Mutex<bool>,
 }
