@@ -208,7 +208,7 @@ impl OptionArgs {
                     "--size cannot be used with the image {image}: only a dir:PATH target is created"
                 )),
                 Self { direct: true, .. } if image.peer.is_none() => Err(format!(
-                    "--direct cannot be used with {image}, an image of this site"
+                    "--direct cannot be used with a local image ({image})"
                 )),
                 _ => Ok(()),
             };
@@ -305,11 +305,11 @@ pub struct UnmountArgs {
     pub json: bool,
 }
 
-/// List mounts and how much of each is cached and pushed, or list and revoke leases
+/// List mounts and their sync progress, or list and revoke leases
 ///
 /// A mount is a disk in use on this host, by mount, export or attach. MODE is managed (with a cache), direct, own (an image of this
 /// site), file or directory. STATE is up, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
-/// responding, or damaged. A lease is the right of a mount, on any host, to use an image of this site: one write
+/// responding, or damaged; STATUS is the sync progress, or what is wrong. A lease is the right of a mount, on any host, to use an image of this site: one write
 /// lease, or any number of read leases.
 #[derive(Debug, Args)]
 #[command(
