@@ -1,5 +1,5 @@
-//! The changes that mounts made to images: listed, set aside when an image is replaced, and removed. Those of an image are
-//! an overlay ([`drover_device::backend::overlay`]) in one directory with the image's lease.
+//! The changes that mounts made to images: lists them, sets them aside when an image is replaced, and removes them. The
+//! changes to an image are an overlay ([`drover_device::backend::overlay`]) in one directory with the image's lease.
 
 use std::fs;
 use std::io;

@@ -83,7 +83,7 @@ pub struct Who {
     pub mount: MountId,
     /// The number of its link.
     pub link: u64,
-    /// Its description of itself.
+    /// A note that describes it, for display.
     pub note: String,
 }
 
@@ -201,8 +201,8 @@ impl LeaseTable {
         (edition, fresh)
     }
 
-    /// Admits a mount, or reports in one line who prevents it. `now` is monotonic; `connected` tells whether a mount
-    /// has connections.
+    /// Admits a mount, or refuses it, naming the mounts that hold the image. `now` is monotonic; `connected` says
+    /// whether a mount has connections.
     ///
     /// # Errors
     /// [`Code::Held`], [`Code::Lost`], or the lease cannot be written.
@@ -243,7 +243,7 @@ impl LeaseTable {
         });
     }
 
-    /// Whether it can be dropped from memory and reopened without a loss.
+    /// Whether it can be dropped from memory and reloaded without losing state.
     pub fn is_idle(&mut self, now: Duration) -> bool {
         self.forget_readers(now, &|_| false);
         self.readers.is_empty()
@@ -252,7 +252,7 @@ impl LeaseTable {
     fn read(&mut self, who: &Who, now: Duration) -> Result<(), Refusal> {
         let key = (who.peer.key, who.mount);
         if !self.readers.contains_key(&key) && self.readers.len() >= MAX_READERS {
-            let text = format!("{} has as many readers as it may", self.image.as_str());
+            let text = format!("{} has too many readers", self.image.as_str());
             return Err(Refusal::new(Code::Busy, text));
         }
         let reader = self.readers.entry(key).or_insert_with(|| Reader {
@@ -434,7 +434,7 @@ fn describe(name: &str, note: &str) -> String {
 
 fn ago(seconds: u64) -> String {
     match seconds {
-        // Clocks jump: do not report a lease of 0 s.
+        // The clock may have been set back: do not report an age of 0 s.
         0..120 => "a moment ago".to_owned(),
         120..7200 => format!("{} min ago", seconds / 60),
         7200..172_800 => format!("{} h ago", seconds / 3600),

@@ -23,7 +23,7 @@ pub struct Named {
 /// The file that had the name before.
 enum Before {
     Nothing,
-    /// It is kept under this path.
+    /// It is kept at this path.
     Kept(PathBuf),
     /// It could not be kept: the file system has no hard links.
     Gone,
@@ -81,7 +81,7 @@ impl Named {
             Before::Gone => Err(io::ErrorKind::Unsupported.into()),
         };
         if let Err(e) = undone.and_then(|()| sync_parent(&self.target)) {
-            tracing::error!(path = %self.target.display(), error = %e, "a file that is not in the catalog could not be put aside; send it again");
+            tracing::error!(path = %self.target.display(), error = %e, "cannot undo the rename of a file that is not in the catalog; send it again");
         }
     }
 }
@@ -103,7 +103,7 @@ fn put_back(part: &Path, target: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Keeps the file `target` under another name, too.
+/// Keeps the file `target` under a second name.
 fn keep(target: &Path, aside: PathBuf) -> io::Result<Before> {
     match std::fs::remove_file(&aside) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -113,7 +113,7 @@ fn keep(target: &Path, aside: PathBuf) -> io::Result<Before> {
         Ok(()) => Ok(Before::Kept(aside)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Before::Nothing),
         Err(e) => {
-            tracing::debug!(path = %target.display(), error = %e, "cannot be kept until what replaces it is entered");
+            tracing::debug!(path = %target.display(), error = %e, "cannot keep a hard link to the replaced file");
             Ok(Before::Gone)
         }
     }

@@ -36,7 +36,7 @@ pub fn is_reserved(name: &str) -> bool {
     RESERVED.contains(&name)
 }
 
-/// Derives a valid name from the one that another machine gives itself.
+/// Derives a valid name from the one that another machine announces.
 pub fn from_untrusted(text: &str) -> String {
     let name: String = text
         .chars()

@@ -59,11 +59,11 @@ pub enum From {
 /// Whether blocks of an image can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// They can.
+    /// They can be read.
     Here,
     /// They are being transferred.
     Coming,
-    /// They never can.
+    /// They will never be readable.
     Gone,
 }
 
@@ -184,7 +184,7 @@ impl Sequences {
         self.pending.lock().apply(Change::Put(store.first, entry));
     }
 
-    /// Where to read the blocks of `count` slots from `first` at present, for an incoming image `own`; `reach` tells
+    /// Where to read the blocks of `count` slots from `first` at present, for an incoming image `own`; `reach` says
     /// whether a range of another image can be read.
     pub fn resolve(
         &self,
@@ -216,7 +216,7 @@ impl Sequences {
         out
     }
 
-    /// The first pending store at or after slot `at` that can be copied: `whole` tells which images are complete,
+    /// The first pending store at or after slot `at` that can be copied: `whole` says which images are complete,
     /// `live` which are incoming. Blocks of an image that is neither are copied from where they were found.
     pub fn next_copy(
         &self,
@@ -289,7 +289,7 @@ impl Sequences {
             let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             if let Err(e) = fallocate(&self.data, how, at, length) {
                 // Later sequences reuse their space.
-                tracing::debug!("cannot give sequence data back: {e}");
+                tracing::debug!("cannot free sequence data: {e}");
                 return;
             }
         }

@@ -306,7 +306,7 @@ fn file_systems(at: &Places) -> Result<Vec<FileSystem>, StoreError> {
             continue;
         }
         let fs = rustix::fs::statvfs(path)
-            .map_err(|e| StoreError::file("look at the file system of", path)(e.into()))?;
+            .map_err(|e| StoreError::file("query the file system of", path)(e.into()))?;
         let known = FileSystem {
             holds: vec![name],
             path: path.clone(),

@@ -62,13 +62,12 @@ pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
 }
 
 pub fn parse(bytes: &[u8]) -> Result<Record, String> {
-    let damaged =
-        "damaged; `drover mounts break` for this image, at this site, puts another in its place";
+    let damaged = "damaged; `drover mounts break` for this image, at this site, replaces it";
     let old = bytes.strip_prefix(&MAGIC_1[..]);
     let Some(rest) = old.or(bytes.strip_prefix(&MAGIC[..])) else {
         return Err(match bytes.strip_prefix(&MAGIC[..8]) {
             Some(_) => "a lease of another version of drover; use that one, or `drover mounts break` for this \
-                        image puts another in its place"
+                        image replaces it"
                 .into(),
             None => damaged.into(),
         });

@@ -37,7 +37,7 @@ pub struct Holder {
     pub mount: MountId,
     /// When the lease was taken, in seconds since 1970.
     pub since_unix: u64,
-    /// The mount's description of itself.
+    /// A note that describes the mount, for display.
     pub note: String,
 }
 

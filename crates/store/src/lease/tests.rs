@@ -125,7 +125,7 @@ fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
 }
 
 #[test]
-fn a_broken_lease_is_told_to_who_had_it() {
+fn the_holder_of_a_broken_lease_learns_of_it() {
     let place = Place::new();
     let mut leases = place.leases();
     assert_eq!(leases.break_lease(), Ok(None));
@@ -145,7 +145,7 @@ fn a_broken_lease_is_told_to_who_had_it() {
 }
 
 #[test]
-fn a_cache_is_good_until_somebody_else_writes() {
+fn a_cache_is_valid_until_another_mount_writes() {
     let place = Place::new();
     let mut leases = place.leases();
     let (reader, writer) = (who(1), who(2));
@@ -204,7 +204,7 @@ fn a_damaged_file_is_named_and_not_believed() {
 }
 
 #[test]
-fn the_site_claims_what_nobody_has_and_the_next_edition_is_another() {
+fn the_site_claims_an_unheld_lease_and_starts_a_new_edition() {
     let place = Place::new();
     let mut leases = place.leases();
     let (reader, writer) = (who(1), who(2));

@@ -136,7 +136,7 @@ impl Journal {
     /// Truncates the file, which would soon be stale.
     fn give_up(&mut self, error: &io::Error) {
         let path = self.path.display();
-        tracing::debug!("{path}: {error}; it is written anew when there is room");
+        tracing::debug!("{path}: {error}; it is rewritten once there is space");
         self.file = None;
         self.records = 0;
         if let Err(e) = std::fs::remove_file(&self.path)

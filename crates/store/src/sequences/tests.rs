@@ -188,7 +188,7 @@ fn a_crash_brings_nothing_back_that_was_copied() {
 }
 
 #[test]
-fn a_journal_that_is_cut_anywhere_or_damaged_says_what_is_before() {
+fn a_truncated_or_damaged_journal_yields_the_records_before() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("sequences.pending");
     let s = open(dir.path());
@@ -265,7 +265,7 @@ fn a_limit_holds_also_when_it_is_lowered() {
 }
 
 #[test]
-fn what_is_freed_goes_back_to_the_file_system() {
+fn freed_segments_go_back_to_the_file_system() {
     let dir = tempfile::tempdir().unwrap();
     let s = open(dir.path());
     let segment = vec![7; SEGMENT_BYTES as usize];

@@ -12,9 +12,9 @@ use super::seal::Seal;
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
 
-/// The result of an integrity check.
+/// The state of a database file, as found by an integrity check.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum DatabaseState {
     /// There is no file, or an empty one.
     Nothing,
     /// It is intact.
@@ -32,11 +32,11 @@ pub enum Found {
 ///
 /// # Errors
 /// When it cannot be checked for a reason other than damage: no permission, no memory.
-pub fn examine(path: &Path) -> Result<Found> {
+pub fn examine(path: &Path) -> Result<DatabaseState> {
     match header(path).map_err(CatalogError::file("read", path))? {
-        Header::None => return Ok(Found::Nothing),
+        Header::None => return Ok(DatabaseState::Nothing),
         Header::Bad => {
-            return Ok(Found::Damaged(
+            return Ok(DatabaseState::Damaged(
                 "its header is not that of a database".into(),
             ));
         }
@@ -51,15 +51,15 @@ pub fn examine(path: &Path) -> Result<Found> {
         });
     match examined {
         Ok(found) => Ok(found),
-        Err(RowError::Damaged(what)) => Ok(Found::Damaged(what)),
+        Err(RowError::Damaged(what)) => Ok(DatabaseState::Damaged(what)),
         Err(RowError::Sql(error)) if means_trouble(&error) => Err(CatalogError::Sql {
             doing: "checking the catalog",
             path: path.into(),
             error,
         }),
         // Any other error that an intact database cannot cause.
-        Err(RowError::Sql(error)) => Ok(Found::Damaged(error.to_string())),
-        Err(RowError::Conflict(what)) => Ok(Found::Damaged(what)),
+        Err(RowError::Sql(error)) => Ok(DatabaseState::Damaged(error.to_string())),
+        Err(RowError::Conflict(what)) => Ok(DatabaseState::Damaged(what)),
     }
 }
 
@@ -91,14 +91,14 @@ fn header(path: &Path) -> std::io::Result<Header> {
     Ok(if good { Header::Good } else { Header::Bad })
 }
 
-/// Checks the tables and rows.
-fn contents(c: &Connection) -> Result<Found, RowError> {
+/// Checks the tables and the rows.
+fn contents(c: &Connection) -> Result<DatabaseState, RowError> {
     let version: i64 = c.pragma_query_value(None, "user_version", |r| r.get(0))?;
     let application: i64 = c.pragma_query_value(None, "application_id", |r| r.get(0))?;
     let described = schema::described(c)?;
     if version == 0 && application == 0 && described.is_empty() {
         // The first open was interrupted before it created the tables.
-        return Ok(Found::Nothing);
+        return Ok(DatabaseState::Nothing);
     }
     let damaged = |what: &str| RowError::Damaged(what.into());
     if application != schema::APPLICATION_ID {
@@ -110,7 +110,7 @@ fn contents(c: &Connection) -> Result<Found, RowError> {
     }
     integrity(c)?;
     if version > schema::VERSION {
-        return Ok(Found::Newer(version));
+        return Ok(DatabaseState::Newer(version));
     }
     if version < 1 || described != schema::expected(version)? {
         return Err(damaged("its tables are not the ones that were made"));
@@ -129,7 +129,7 @@ fn contents(c: &Connection) -> Result<Found, RowError> {
     if (again.rows, again.content) != (seal.rows, seal.content) {
         return Err(damaged("rows are missing or have come back"));
     }
-    Ok(Found::Good {
+    Ok(DatabaseState::Good {
         revision: seal.revision,
     })
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use drover_storage::{open_private, sync_parent};
 use rusqlite::{Connection, TransactionBehavior};
 
-use super::check::{Found, examine};
+use super::check::{DatabaseState, examine};
 use super::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Row, RowError, Setting};
 use super::seal::Seal;
 use super::{schema, spare};
@@ -55,22 +55,25 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     };
     let mut repairs = Vec::new();
     let damage = match (&catalog, &spare) {
-        (Found::Newer(v), _) | (Found::Damaged(_) | Found::Nothing, Found::Newer(v)) => {
+        (DatabaseState::Newer(v), _)
+        | (DatabaseState::Damaged(_) | DatabaseState::Nothing, DatabaseState::Newer(v)) => {
             return newer(*v);
         }
-        (Found::Good { revision }, Found::Good { revision: newer }) if newer > revision => {
+        (DatabaseState::Good { revision }, DatabaseState::Good { revision: newer })
+            if newer > revision =>
+        {
             Some("its last changes are missing".to_string())
         }
-        (Found::Good { .. }, Found::Damaged(what)) => {
+        (DatabaseState::Good { .. }, DatabaseState::Damaged(what)) => {
             repairs.push(format!(
-                "{} was damaged ({what}) and was made again",
+                "{} was damaged ({what}) and was recreated",
                 spare_path.display()
             ));
             None
         }
-        (Found::Good { .. }, _) | (Found::Nothing, Found::Nothing) => None,
-        (Found::Nothing, _) => Some("it was missing".to_string()),
-        (Found::Damaged(what), _) => Some(what.clone()),
+        (DatabaseState::Good { .. }, _) | (DatabaseState::Nothing, DatabaseState::Nothing) => None,
+        (DatabaseState::Nothing, _) => Some("it was missing".to_string()),
+        (DatabaseState::Damaged(what), _) => Some(what.clone()),
     };
     if let Some(what) = damage {
         if !alone {
@@ -79,7 +82,11 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
                 what,
             });
         }
-        repairs.push(repair(path, &what, matches!(spare, Found::Good { .. }))?);
+        repairs.push(repair(
+            path,
+            &what,
+            matches!(spare, DatabaseState::Good { .. }),
+        )?);
     }
     if alone {
         users.unlock().map_err(locked)?;

@@ -12,7 +12,7 @@ use super::rows::{Row, RowError, checksum};
 pub struct Seal {
     /// The schema version, as in `user_version`.
     pub schema: i64,
-    /// Incremented with every change: tells which of two copies is newer.
+    /// Incremented with every change: the newer of two copies has the higher one.
     pub revision: i64,
     /// Number of rows in all tables.
     pub rows: i64,

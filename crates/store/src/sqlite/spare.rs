@@ -8,7 +8,7 @@ use drover_storage::{open_private, sync_parent};
 use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
-use super::check::{Found, examine};
+use super::check::{DatabaseState, examine};
 use super::seal::Seal;
 use crate::catalog_error::{CatalogError, Result};
 
@@ -40,7 +40,7 @@ pub fn write(connection: &Connection, path: &Path) -> Result<()> {
 pub fn ensure(connection: &Connection, path: &Path, lock: &SpareLock) -> Result<()> {
     let seal = Seal::load(connection).map_err(|e| e.at("reading the seal", path))?;
     if examine(&path_of(path))?
-        == (Found::Good {
+        == (DatabaseState::Good {
             revision: seal.revision,
         })
     {

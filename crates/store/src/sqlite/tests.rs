@@ -54,7 +54,7 @@ fn image(name: &str, id: u64) -> ImageRecord {
     }
 }
 
-/// A catalog with some of everything.
+/// A catalog with some peers, tickets, images and settings.
 fn filled(dir: &Path) -> (Vec<Peer>, Vec<ImageRecord>) {
     let catalog = open(dir);
     let peers = vec![peer("lyon", 1), peer("nice", 2)];
@@ -72,7 +72,7 @@ fn filled(dir: &Path) -> (Vec<Peer>, Vec<ImageRecord>) {
 }
 
 #[test]
-fn what_is_put_in_comes_out_after_opening_again() {
+fn rows_survive_closing_and_reopening() {
     let tmp = TempDir::new().unwrap();
     let (peers, images) = filled(tmp.path());
     let catalog = open(tmp.path());
@@ -145,7 +145,7 @@ fn a_ticket_is_good_once() {
     assert_eq!(pair(1, key, 1003), PairOutcome::Paired("web".into()));
     assert_eq!(pair(2, other, 1004), PairOutcome::Paired("web-2".into()));
     assert_eq!(catalog.peers().unwrap().len(), 2);
-    // But not once the trust has been revoked.
+    // But it fails once the trust has been revoked.
     catalog.forget_peer("web").unwrap().unwrap();
     assert_eq!(pair(1, key, 1005), PairOutcome::UsedTicket);
     assert_eq!(catalog.peer_by_key(&key).unwrap(), None);
@@ -269,7 +269,7 @@ fn without_a_good_spare_the_good_rows_are_saved_and_tickets_are_not() {
 }
 
 #[test]
-fn damage_under_a_running_process_is_told_and_not_repaired_behind_its_back() {
+fn damage_under_a_running_process_is_reported_but_not_repaired() {
     let tmp = TempDir::new().unwrap();
     filled(tmp.path());
     let running = open(tmp.path());
