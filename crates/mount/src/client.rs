@@ -268,9 +268,9 @@ impl Remote for Client {
         let mut missing = Vec::new();
         for run in claimed.coming.into_iter().chain(claimed.missing) {
             let mut state = inner.state.lock();
-            let (hurried, rest) = state.scheduler.hurry(run, deadline);
+            let (urgent, rest) = state.scheduler.hurry(run, deadline);
             inner.completions.hurry(run);
-            for (connection, request) in hurried {
+            for (connection, request) in urgent {
                 state.send(connection, request, Bytes::new());
             }
             missing.extend(rest);
@@ -397,14 +397,14 @@ impl Remote for Client {
             inner.completions.call(move || done(Ok(())));
             return;
         }
-        let told = self.inner.clone();
-        // Whatever the reply: the site knows, or is unreachable.
+        let closed = self.inner.clone();
+        // Whatever the reply: the site has ended the mount, or is unreachable.
         let done: Done = Box::new(move |result| {
-            told.end(DeviceError::Closed);
-            let completions = told.completions.clone();
+            closed.end(DeviceError::Closed);
+            let completions = closed.completions.clone();
             // Behind all completions queued by the shutdown.
             completions.call(move || {
-                *told.silent.write() = true;
+                *closed.silent.write() = true;
                 done(match result {
                     Err(DeviceError::Unavailable(_) | DeviceError::Closed) => Ok(()),
                     other => other,

@@ -18,7 +18,7 @@ pub enum MountError {
     #[error("{0}")]
     CannotConnect(String),
     /// The other side broke the protocol.
-    #[error("{peer} broke the protocol of mounts: {what}")]
+    #[error("{peer} broke the mount protocol: {what}")]
     Protocol {
         /// The other end.
         peer: String,

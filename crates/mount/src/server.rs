@@ -105,7 +105,7 @@ struct Joined {
     /// Connections that must end before it may do anything.
     earlier: Vec<Arc<Connection>>,
     /// The image state reported to its mount, and whether it is the expected one.
-    told: (Identity, bool),
+    reported: (Identity, bool),
 }
 
 /// A mount with connections.
@@ -239,7 +239,7 @@ impl Server {
         let Joined {
             connection,
             earlier,
-            told: (mut identity, fresh),
+            reported: (mut identity, fresh),
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
         let ready = connection.shared.ready.get_or_try_init(|| async {
@@ -321,23 +321,23 @@ impl Server {
         let mut state = self.state.lock();
         let connections: usize = state.mounts.values().map(|m| m.connections.len()).sum();
         if connections >= MAX_SITE_CONNECTIONS {
-            return busy("this site serves as many connections as it can; try again later");
+            return busy("this site has too many connections; try again later");
         }
         let known = state.mounts.get(&key).map(|m| (m.identity, m.fresh));
-        let Some(told) = admitted.or(known) else {
+        let Some(reported) = admitted.or(known) else {
             return Err(no_front());
         };
         if known.is_none()
             && state.mounts.keys().filter(|k| k.0 == key.0).count() >= MAX_PEER_MOUNTS
         {
-            return busy("this site serves as many mounts of yours as it may; unmount one");
+            return busy("your site has too many mounts of this site; unmount one");
         }
         let mount = state.mounts.entry(key).or_insert_with(|| Mount {
             image: image.clone(),
             peer_name: peer.name.clone(),
             link: 0,
-            identity: told.0,
-            fresh: told.1,
+            identity: reported.0,
+            fresh: reported.1,
             shared: Arc::default(),
             access: open.access,
             shape,
@@ -371,7 +371,7 @@ impl Server {
             return busy("a mount has too many connections");
         }
         mount.link = open.link;
-        (mount.identity, mount.fresh) = told;
+        (mount.identity, mount.fresh) = reported;
         (mount.image, mount.access, mount.shape) = (image.clone(), open.access, shape);
         if first {
             mount.shared = Arc::default();
@@ -405,7 +405,7 @@ impl Server {
         Ok(Joined {
             connection,
             earlier,
-            told,
+            reported,
         })
     }
 

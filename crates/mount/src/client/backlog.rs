@@ -1,6 +1,6 @@
-//! The backlog of background replies waiting to be verified. The connection is read on meanwhile; otherwise they would
-//! look like a queue in the link, and delay foreground replies behind them. The scheduler bounds the backlog: it counts
-//! its contents as requested.
+//! The backlog of background replies waiting to be verified. The connection is still read meanwhile; otherwise they
+//! would look like a queue in the link, and delay foreground replies behind them. The scheduler bounds the backlog: it
+//! counts its contents as requested.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl Adder {
         self.0.more.notify_one();
     }
 
-    /// Removes the replies with chunks of this run, which a program waits for now.
+    /// Removes and returns the replies with chunks of this run: they are urgent now.
     pub fn hurry(&self, run: Chunks) -> Vec<ChunksTask> {
         let mut state = self.0.state.lock();
         let has_some = |task: &ChunksTask| {
@@ -70,9 +70,9 @@ impl Adder {
             return Vec::new();
         }
         let tasks = std::mem::take(&mut state.tasks);
-        let (hurried, rest): (Vec<_>, Vec<_>) = tasks.into_iter().partition(has_some);
+        let (urgent, rest): (Vec<_>, Vec<_>) = tasks.into_iter().partition(has_some);
         state.tasks = rest.into();
-        hurried
+        urgent
     }
 }
 
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_waits_for_is_taken_out_and_the_rest_stays_in_order() {
+    fn urgent_replies_are_taken_out_and_the_rest_stays_in_order() {
         let adder = Adder::default();
         let taker = adder.taker();
         for first in [0, 4, 8] {
@@ -129,8 +129,8 @@ mod tests {
                 })
                 .is_empty()
         );
-        let hurried = adder.hurry(Chunks { first: 7, count: 1 });
-        assert_eq!(hurried.iter().map(|t| t.first).collect::<Vec<_>>(), [4]);
+        let urgent = adder.hurry(Chunks { first: 7, count: 1 });
+        assert_eq!(urgent.iter().map(|t| t.first).collect::<Vec<_>>(), [4]);
         assert_eq!(taker.next().map(|t| t.first), Some(0));
         // Tasks added earlier are still delivered.
         drop(adder);

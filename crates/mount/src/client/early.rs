@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_early_is_kept_until_somebody_asks() {
+    fn early_chunks_are_kept_until_they_are_requested() {
         let mut early = EarlyChunks::new([0, 1, 5]);
         assert!(early.keep(zero(0)).is_none());
         assert_eq!(early.keep(zero(9)).unwrap().index, 9, "not an early one");
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_or_may_be_old_is_asked_for_anew() {
+    fn failed_or_possibly_stale_chunks_are_requested_again() {
         let mut early = EarlyChunks::new([0, 1, 2]);
         assert!(early.keep(zero(2)).is_none());
         early.forget(one(0));

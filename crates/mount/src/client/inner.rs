@@ -211,7 +211,7 @@ impl Inner {
     /// Reports that a request failed.
     pub fn fail(&self, job: Job<ReplyTo>, runs: &[Chunks], error: &DeviceError) {
         if matches!(job.request, Request::Commit { .. }) && error.is_transient() {
-            // Whether it was committed is reported only when a link comes up, which the local side waits for.
+            // The local side waits for the next link, whose open reports whether it was committed.
             self.cut_link();
         }
         match job.to {

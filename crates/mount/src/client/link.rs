@@ -177,17 +177,17 @@ impl Inner {
         let gone = |text: String| Err(DeviceError::Io(Arc::new(std::io::Error::other(text))));
         if ours.shape() != theirs.shape() || ours.identity.digest != theirs.identity.digest {
             return gone(format!(
-                "{image} is another image at the site now; unmount it and mount it anew"
+                "{image} is another image at the site now; unmount it and mount it again"
             ));
         }
         let (before, now) = (ours.identity, theirs.identity);
         let known = self.committed.load(Ordering::Acquire);
         match self.options.access {
             Access::ReadOnly if before != now => gone(format!(
-                "{image} was written by another mount meanwhile; unmount it and mount it anew"
+                "{image} was written by another mount meanwhile; unmount it and mount it again"
             )),
             Access::ReadWrite if before.edition != now.edition => gone(format!(
-                "{image} was written by another mount meanwhile; unmount it and mount it anew"
+                "{image} was written by another mount meanwhile; unmount it and mount it again"
             )),
             Access::ReadWrite if first_connection && now.epoch < known => gone(format!(
                 "{image} is at epoch {} at the site, which had confirmed epoch {known}: it has lost writes",
@@ -213,7 +213,7 @@ impl Inner {
             mut writer,
             ..
         } = connection.connected;
-        let told = async {
+        let confirmed = async {
             let close = encode_message(&Request::Close { id: 1 });
             writer.send(kind::REQUEST, &close).await.ok()?;
             writer.flush().await.ok()?;
@@ -221,7 +221,7 @@ impl Inner {
             let reply = decode_message::<Reply>(&frame.payload).ok()?.head;
             (reply == Reply::Done { id: 1 }).then_some(())
         };
-        if let Ok(Some(())) = timeout(CLOSE_WAIT, told).await {
+        if let Ok(Some(())) = timeout(CLOSE_WAIT, confirmed).await {
             self.released.store(true, Ordering::Release);
         }
     }

@@ -186,7 +186,7 @@ async fn open_connection(
     writer.set_max_frame(MAX_MOUNT_FRAME);
     KEEP_ALIVE.apply(&mut reader, &mut writer);
     let greeted = async {
-        // All in one flight: on a WAN each round trip is noticeable.
+        // All in parallel: on a WAN each round trip is noticeable.
         service::open(&mut writer, open).await?;
         for request in &requests {
             writer.send(kind::REQUEST, request).await?;
@@ -210,7 +210,7 @@ async fn open_connection(
             message: refusal.message,
             code: Some(refusal.code),
         },
-        e => ConnectError::fatal(format!("{peer} broke the protocol of mounts: {e}")),
+        e => ConnectError::fatal(format!("{peer} broke the mount protocol: {e}")),
     })?;
     let connected = Connected {
         reader,

@@ -47,7 +47,7 @@ impl Inner {
             if message.body.len() > length {
                 return Err(Refusal::new(
                     Code::Protocol,
-                    "chunks that are longer than they are",
+                    "chunks whose body is longer than their data",
                 ));
             }
             let mut state = self.state.lock();

@@ -24,7 +24,7 @@ use ahead::{MAX_AHEAD, ReadAhead};
 use job::with_id;
 pub use job::{ChunksReply, Job};
 pub use runs::split;
-use runs::{bytes, cut_out, has_come};
+use runs::{bytes, cut_out, has_arrived};
 
 const _: () = assert!(MAX_UNANSWERED < MAX_ASKED_BYTES as u64);
 const _: () = assert!(MAX_PART <= MAX_DIRECT as usize);
@@ -53,7 +53,7 @@ struct InFlight<T> {
     job: Job<T>,
     connection: usize,
     /// Bitmap of the read's chunks that have arrived.
-    come: [u64; 4],
+    arrived: [u64; 4],
     left: u32,
     /// The link's state when it was sent; none if it was sent before the link was up.
     mark: Option<Mark>,
@@ -183,7 +183,7 @@ impl<T> Scheduler<T> {
                 let run = asked.job.chunks();
                 let first = run.map_or(0, |run| run.first);
                 cut_out(&mut missing, run, |index| {
-                    !has_come(&asked.come, index - first)
+                    !has_arrived(&asked.arrived, index - first)
                 });
             }
         }
@@ -199,16 +199,16 @@ impl<T> Scheduler<T> {
                 self.wait_for(&mut job);
                 self.front.push_back(job);
             }
-            let mut hurried = Vec::new();
+            let mut urgent = Vec::new();
             for (id, asked) in &self.in_flight {
                 let run = asked.job.chunks();
                 let first = run.map_or(0, |run| run.first);
-                let outstanding = |index: u64| !has_come(&asked.come, index - first);
+                let outstanding = |index: u64| !has_arrived(&asked.arrived, index - first);
                 if asked.job.is_background() && cut_out(&mut missing, run, outstanding) {
-                    hurried.push(*id);
+                    urgent.push(*id);
                 }
             }
-            for id in hurried {
+            for id in urgent {
                 if let Some(asked) = self.in_flight.get_mut(&id) {
                     asked.job.deadline = deadline;
                     let left = bytes(self.shape, asked.left);
@@ -316,13 +316,13 @@ impl<T> Scheduler<T> {
             let bytes = job.body.len() as u64;
             self.group.send_body(connection, bytes, last, mark.at())
         });
-        let come = [0; 4];
+        let arrived = [0; 4];
         self.in_flight.insert(
             id,
             InFlight {
                 job,
                 connection,
-                come,
+                arrived,
                 left,
                 mark,
                 pushed,
@@ -409,18 +409,18 @@ impl<T> Scheduler<T> {
             .chunks()
             .filter(|_| asked.connection == connection)
         else {
-            return bad("chunks for what did not ask for any");
+            return bad("chunks that belong to no read of this connection");
         };
         let end = reply.first.checked_add(u64::from(reply.count));
         if reply.first < run.first || end.is_none_or(|end| end > run.end()) {
-            return bad("chunks that were not asked for");
+            return bad("chunks that were not requested");
         }
         for index in reply.first..reply.first + u64::from(reply.count) {
             let at = (index - run.first) as usize;
-            if has_come(&asked.come, at as u64) {
-                return bad("a chunk that came before");
+            if has_arrived(&asked.arrived, at as u64) {
+                return bad("a chunk that has arrived already");
             }
-            asked.come[at / 64] |= 1 << (at % 64);
+            asked.arrived[at / 64] |= 1 << (at % 64);
         }
         asked.left -= reply.count;
         let background = asked.job.is_background();

@@ -185,7 +185,7 @@ impl Inner {
             self.completions.failed(run, DeviceError::Corrupt(text));
             return;
         }
-        warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
+        warn!(%image, chunk = index, "a chunk has the wrong digest; requesting it again");
         // A concurrent read of it joins this request.
         self.put(Job {
             again: true,

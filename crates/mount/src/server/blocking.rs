@@ -1,8 +1,8 @@
-//! Waiting for disks.
+//! Runs work that may block on a disk.
 
 use drover_net::{Code, Refusal};
 
-/// Does what may wait for a disk where it may.
+/// Runs `what` on a thread that may block.
 pub async fn blocking<T: Send + 'static>(
     what: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
 ) -> Result<T, Refusal> {

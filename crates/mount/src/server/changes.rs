@@ -91,7 +91,7 @@ impl Server {
             }
             drop(image);
             if since.elapsed() > LET_GO {
-                let text = format!("{name} is being mounted just now; try again");
+                let text = format!("{name} is being mounted; try again");
                 return Err(MountError::Refused(Refusal::new(Code::Held, text)));
             }
             std::thread::sleep(Duration::from_millis(10));

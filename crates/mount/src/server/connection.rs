@@ -127,10 +127,10 @@ struct ConnectionState {
     /// Replies waiting to be sent.
     out: group::Queue<ReadyReply>,
     /// Body bytes received, and how many of them were reported to the mount.
-    came: u64,
-    told: u64,
+    received: u64,
+    reported: u64,
     /// When the last of them was received.
-    came_at: Duration,
+    received_at: Duration,
     /// Units queued for or running on threads.
     working: usize,
     closed: bool,
@@ -207,13 +207,13 @@ impl Connection {
 
     async fn read(self: &Arc<Self>, reader: &mut FrameReader) -> Result<(), MountError> {
         while let Some(frame) = reader.next().await? {
-            self.counters.came(frame.payload.len());
+            self.counters.received(frame.payload.len());
             let taken = if frame.kind == kind::REQUEST {
                 self.take(&self.held(frame.payload).await)
             } else {
                 Err(Refusal::new(
                     Code::Protocol,
-                    format!("a frame of kind {} has no place in a mount", frame.kind),
+                    format!("unexpected frame of kind {}", frame.kind),
                 ))
             };
             if let Err(refusal) = taken {
@@ -276,11 +276,11 @@ impl Connection {
                 self.counters.asked(&request);
                 let mut state = self.running.state.lock();
                 if !message.body.is_empty() {
-                    state.came += message.body.len() as u64;
-                    state.came_at = self.shared.now();
+                    state.received += message.body.len() as u64;
+                    state.received_at = self.shared.now();
                 }
                 state.queue.admit(request, message.body, self.shape.chunk)?;
-                if state.came > state.told {
+                if state.received > state.reported {
                     self.running.wake.notify_one();
                 }
             }
@@ -342,11 +342,11 @@ impl Connection {
         // Even when the mount has gone: otherwise the next epoch would wait for the copy.
         let committed = matches!(&made, Some(made) if matches!(made.head, Reply::Committed { .. }));
         if let Some(made) = made.filter(|_| !state.closed) {
-            let hurried = !front && state.queue.is_hurried(made.head.id());
-            if hurried {
+            let urgent = !front && state.queue.is_urgent(made.head.id());
+            if urgent {
                 state.queue.promote(0);
             }
-            let front = front || hurried;
+            let front = front || urgent;
             let bytes = made.bytes();
             state.queue.made(bytes, front);
             if !state.queue.is_pending(made.head.id()) {
@@ -422,11 +422,11 @@ impl Connection {
     fn next_out(&self) -> Option<(Vec<u8>, Bytes)> {
         let mut state = self.running.state.lock();
         let mut flow = self.shared.flow.lock();
-        if state.came > state.told {
-            state.told = state.came;
+        if state.received > state.reported {
+            state.reported = state.received;
             let head = encode_message(&Reply::Arrived {
-                bytes: state.came,
-                at: u64::try_from(state.came_at.as_micros()).unwrap_or(u64::MAX),
+                bytes: state.received,
+                at: u64::try_from(state.received_at.as_micros()).unwrap_or(u64::MAX),
             });
             flow.sent(self.number, head.len() as u64, self.shared.now());
             self.counters.left(head.len() as u64);

@@ -47,9 +47,9 @@ pub struct Counters {
 /// A snapshot of the counters of a site's mounts, since the site started.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountCounts {
-    /// Mounts that are connected and may write.
+    /// Connected mounts that may write.
     pub writers: u64,
-    /// Mounts that are connected and only read.
+    /// Connected read-only mounts.
     pub readers: u64,
     /// Connections of all mounts.
     pub connections: u64,
@@ -63,17 +63,17 @@ pub struct MountCounts {
     pub chunks: u64,
     /// Chunks that were read and held zeros only.
     pub chunks_zero: u64,
-    /// Bytes of devices that were read, zeros included.
+    /// Bytes read from devices, including zeros.
     pub bytes_read: u64,
-    /// Bytes of devices that were written, zeros not.
+    /// Bytes written to devices, without zeros.
     pub bytes_written: u64,
     /// Epochs that were committed.
     pub epochs: u64,
     /// Leases that were broken.
     pub broken: u64,
-    /// Payload bytes that came in on connections, packed.
+    /// Payload bytes received on connections, as encoded.
     pub link_in: u64,
-    /// Payload bytes that left on connections, packed.
+    /// Payload bytes sent on connections, as encoded.
     pub link_out: u64,
     /// Connections that were refused, by reason.
     pub refused: Vec<(String, u64)>,
@@ -82,17 +82,17 @@ pub struct MountCounts {
 }
 
 impl Counters {
-    /// A frame of so many payload bytes came in.
-    pub fn came(&self, bytes: usize) {
+    /// Counts a received frame by its payload bytes.
+    pub fn received(&self, bytes: usize) {
         self.link_in.fetch_add(bytes as u64, Relaxed);
     }
 
-    /// A frame of so many payload bytes left.
+    /// Counts sent frames by their payload bytes.
     pub fn left(&self, bytes: u64) {
         self.link_out.fetch_add(bytes, Relaxed);
     }
 
-    /// A request was taken.
+    /// Counts a received request.
     pub fn asked(&self, request: &Request) {
         let counter = match request {
             Request::Read {
@@ -104,7 +104,7 @@ impl Counters {
         counter.fetch_add(1, Relaxed);
     }
 
-    /// A unit of work was done.
+    /// Counts a unit of work and its reply.
     pub fn made(&self, effect: Effect, made: &ReadyReply) {
         match &made.head {
             Reply::Error { refusal, .. } => {
@@ -124,17 +124,17 @@ impl Counters {
         self.bytes_written.fetch_add(effect.written, Relaxed);
     }
 
-    /// A connection was refused.
+    /// Counts a refused connection.
     pub fn refused(&self, refusal: &Refusal) {
         count(&self.refused, refusal);
     }
 
-    /// A lease was broken.
+    /// Counts a broken lease.
     pub fn lease_broken(&self) {
         self.broken.fetch_add(1, Relaxed);
     }
 
-    /// As they are now.
+    /// A snapshot of the counters.
     pub fn now(&self) -> MountCounts {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let by_reason = |counters: &[AtomicU64; CODES.len()]| {

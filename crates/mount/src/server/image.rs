@@ -283,7 +283,7 @@ impl Image {
             && let Err(refusal) = self.abandon()
         {
             // It is dropped all the same; only its file remains until the overlay is opened again.
-            tracing::warn!(%refusal, image = %self.name, "what was staged cannot be removed");
+            tracing::warn!(%refusal, image = %self.name, "cannot remove the staged epoch");
         }
         leases.close(peer, mount, link)
     }
@@ -300,7 +300,10 @@ impl Image {
         if leases.is_held_by(peer, mount) {
             return Ok(());
         }
-        let text = format!("this mount has no lease of {} any more", self.name.as_str());
+        let text = format!(
+            "this mount no longer has the lease of {}",
+            self.name.as_str()
+        );
         Err(Refusal::new(Code::Lost, text))
     }
 
@@ -393,7 +396,7 @@ impl Image {
     /// next change.
     pub fn settle(&self) {
         if let Some(Err(error)) = self.overlay.get().map(Overlay::settle) {
-            tracing::warn!(%error, image = %self.name, "an epoch waits to be copied into its overlay");
+            tracing::warn!(%error, image = %self.name, "a committed epoch is not copied into the overlay yet; it will be retried");
         }
     }
 
@@ -473,7 +476,7 @@ impl Image {
         let thread = std::thread::Builder::new().name("mount-settle".into());
         if let Err(error) = thread.spawn(settle) {
             // It is retried before the next commit.
-            tracing::warn!(%error, image = %self.name(), "an epoch waits to be copied into its overlay");
+            tracing::warn!(%error, image = %self.name(), "a committed epoch is not copied into the overlay yet; it will be retried");
             self.settler.ended();
         }
     }
@@ -530,7 +533,7 @@ mod tests {
         image.break_lease().unwrap();
         enter(2);
         image.stage(6, &change(0)).unwrap();
-        // Whoever broke the lease has waited for the connections of the first until now.
+        // The thread that broke the lease has waited until now for the first writer's connections.
         image.abandon_unheld().unwrap();
         image.stage(6, &change(4096)).unwrap();
         let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));
@@ -538,7 +541,7 @@ mod tests {
         let mut bytes = [0; 8192];
         image.device().read(0, &mut bytes).unwrap();
         assert!(bytes == [9; 8192], "half an epoch counts");
-        // Nobody came: its room is given back.
+        // Without a next writer the staged epoch is dropped.
         image.stage(7, &change(0)).unwrap();
         image.break_lease().unwrap();
         image.abandon_unheld().unwrap();

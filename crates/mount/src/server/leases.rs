@@ -94,7 +94,7 @@ impl Server {
         };
         let is_damaged = lease_on_disk(&self.config.state, name).is_err();
         if is_damaged {
-            // An open image knows its contents.
+            // An open image still has the contents in memory.
             image.store_lease().map_err(MountError::Refused)?;
         }
         Ok(is_damaged)

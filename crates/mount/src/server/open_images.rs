@@ -33,7 +33,8 @@ impl Server {
                 Some(image) if image.digest() != now => {
                     // Only when it is idle: an overlay has one owner, so it is not reopened while in use.
                     if Arc::strong_count(image) > 1 {
-                        let text = format!("{name} was replaced, and a mount still has the former");
+                        let text =
+                            format!("{name} was replaced, and a mount still uses the old image");
                         return Err(Refusal::new(Code::Unavailable, text));
                     }
                     state.open.remove(&name)

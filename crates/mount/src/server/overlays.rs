@@ -1,4 +1,4 @@
-//! Errors of overlays as refusals, and discarding an overlay.
+//! Discards overlays, and converts their errors to refusals.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use drover_storage::HostDirectory;
 use crate::protocol::refusal_of;
 use drover_store::lease::LeaseTable;
 
-/// An error of an overlay as a refusal.
+/// Converts an error of an overlay to a refusal.
 pub fn refuse(e: OverlayError) -> Refusal {
     refusal_of(e.into())
 }
 
-/// Discards the overlay of a directory, and counts a new edition, so that no cache is taken for it.
+/// Discards the overlay of a directory and starts a new edition, so that no cache of the old state is taken as valid.
 pub fn discard(path: &Path, leases: &mut LeaseTable) -> Result<(), Refusal> {
     let failed =
         |e: std::io::Error| Refusal::new(Code::Io, format!("cannot open {}: {e}", path.display()));
@@ -29,7 +29,7 @@ pub fn finish_discarding(
     leases: &mut LeaseTable,
 ) -> Result<(), Refusal> {
     if overlay::was_discarded(directory).map_err(refuse)? {
-        // The room comes first: a full disk takes no lease.
+        // Free the space first: on a full disk the lease could not be written.
         overlay::discard(directory).map_err(refuse)?;
         leases.renew()?;
         overlay::forget_discarded(directory).map_err(refuse)?;

@@ -1,4 +1,4 @@
-//! The threads that read disks, hash and compress: never the runtime's own.
+//! The thread pool that reads disks, hashes and compresses, so that the runtime's threads never block.
 
 use std::io;
 use std::sync::Arc;
@@ -16,18 +16,18 @@ pub use schedule::Kind;
 
 use schedule::{Limits, Running, Schedule};
 
-/// What a thread of the pool keeps between jobs.
+/// State that a thread of the pool reuses between jobs.
 pub struct WorkerScratch {
-    /// Packs replies.
+    /// Compresses replies.
     pub packer: Packer,
-    /// Unpacks requests' bodies.
+    /// Decompresses request bodies.
     pub unpacker: Unpacker,
-    /// Room for chunks.
+    /// Buffer for chunks.
     pub buffer: Vec<u8>,
 }
 
 impl WorkerScratch {
-    /// For one thread.
+    /// Creates the state of one thread.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             packer: Packer::new()?,
@@ -39,8 +39,8 @@ impl WorkerScratch {
 
 type Job = Box<dyn FnOnce(&mut WorkerScratch) + Send>;
 
-/// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a connection has a limited
-/// number of units in flight.
+/// A pool with separate threads for reads and for changes. Callers bound the number of queued jobs: a connection has a
+/// limited number of units in flight.
 pub struct Pool {
     shared: Arc<PoolShared>,
     threads: Vec<JoinHandle<()>>,
@@ -57,16 +57,16 @@ struct PoolState {
     closed: bool,
 }
 
-/// Whose a job is.
+/// The mount that a job belongs to.
 pub type JobOwner = (PeerKey, MountId);
 
 type Next = fn(&mut Schedule<JobOwner, Job>) -> Option<(Running<JobOwner>, Job)>;
 
 impl Pool {
-    /// A pool of threads as [`Limits::new`] says.
+    /// Starts a pool with the threads of [`Limits::new`].
     ///
     /// # Errors
-    /// What the system reports when it cannot start them.
+    /// When a thread cannot be started.
     pub fn new(threads: usize) -> io::Result<Self> {
         let limits = Limits::new(threads);
         let shared = Arc::new(PoolShared {
@@ -122,7 +122,7 @@ impl Drop for Pool {
         self.shared.changes.notify_all();
         let own = std::thread::current().id();
         for thread in self.threads.drain(..) {
-            // The last one to let go of the pool may be a job of its own.
+            // The last reference to the pool may be dropped by one of its own jobs.
             if thread.thread().id() != own {
                 let _ = thread.join();
             }
@@ -145,14 +145,14 @@ impl PoolShared {
                 if matches!(running.kind, Kind::Change | Kind::Write(..) | Kind::Sync)
                     && state.schedule.has_changes()
                 {
-                    // Where one thread was woken at the end of what several jobs waited for.
+                    // The end of a job wakes one thread, but several jobs may have waited for it.
                     self.changes.notify_one();
                 }
                 drop(state);
                 job(scratch);
                 state = self.state.lock();
                 state.schedule.done(running);
-                // Wakes a thread that found this job in its way.
+                // Wakes a thread that was blocked by this job.
                 more.notify_one();
             } else if state.closed {
                 return;
@@ -170,12 +170,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_somebody_waits_for_goes_first_and_finds_a_thread() {
+    fn foreground_work_goes_first_and_finds_a_thread() {
         let pool = Pool::new(2).unwrap();
         let who = |n| (PeerKey([n; 32]), MountId([n; 16]));
         let (say, hear) = mpsc::channel();
         let (go, gate) = mpsc::channel::<()>();
-        // Background work that does not end takes all threads that may be at it.
+        // A background job that does not end occupies all threads for background work.
         pool.submit(who(1), Kind::Back, move |_| gate.recv().unwrap());
         for n in 0..3 {
             let say = say.clone();
@@ -209,7 +209,7 @@ mod tests {
                 let _ = passes.recv();
             });
         }
-        // The threads that were woken have seen that the sync is in the way, most likely.
+        // By now the woken threads have most likely seen that the sync blocks them.
         std::thread::sleep(std::time::Duration::from_millis(100));
         end_sync.send(()).unwrap();
         for _ in 0..3 {

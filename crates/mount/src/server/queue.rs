@@ -49,7 +49,7 @@ struct PendingRequest {
     /// Outstanding replies: chunks of a read, otherwise one.
     replies: u32,
     /// A background read promoted to a foreground one.
-    hurried: bool,
+    urgent: bool,
 }
 
 #[derive(Debug)]
@@ -72,10 +72,10 @@ impl Queue {
             return Ok(());
         };
         if self.pending.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
-            return bad("more requests at once than a connection may have");
+            return bad("too many requests in flight");
         }
         if id == 0 || self.pending.contains_key(&id) {
-            return bad("a request with a number that is in use");
+            return bad("a request with an ID that is in use");
         }
         if !body.is_empty()
             && !matches!(request, Request::Write { .. } | Request::DirectWrite { .. })
@@ -91,23 +91,23 @@ impl Queue {
                 ..
             } => {
                 if *count == 0 || (*count > 1 && *count > MAX_READ / chunk) {
-                    return bad("a read of more than is allowed");
+                    return bad("a read beyond the maximum length");
                 }
                 (next, left, background) = (*first, *count, *b);
             }
             Request::DirectRead { length, .. } if *length > MAX_DIRECT => {
-                return bad("a direct read of more than is allowed");
+                return bad("a direct read beyond the maximum length");
             }
             Request::Write { length, .. } | Request::DirectWrite { length, .. }
                 if *length > MAX_DIRECT || body.len() > *length as usize =>
             {
-                return bad("a write of more than is allowed");
+                return bad("a write beyond the maximum length");
             }
             _ => {}
         }
         let pending = PendingRequest {
             replies: left.max(1),
-            hurried: false,
+            urgent: false,
         };
         self.pending.insert(id, pending);
         self.body_bytes += body.len();
@@ -131,7 +131,7 @@ impl Queue {
     /// [`Queue::promote`].
     pub fn hurry(&mut self, id: u64) {
         if let Some(pending) = self.pending.get_mut(&id) {
-            pending.hurried = true;
+            pending.urgent = true;
         }
         let at = self.back.iter().position(|e| e.request.id() == Some(id));
         if let Some(entry) = at.and_then(|at| self.back.remove(at)) {
@@ -197,8 +197,8 @@ impl Queue {
     }
 
     /// Whether this background read was promoted.
-    pub fn is_hurried(&self, id: u64) -> bool {
-        self.pending.get(&id).is_some_and(|pending| pending.hurried)
+    pub fn is_urgent(&self, id: u64) -> bool {
+        self.pending.get(&id).is_some_and(|pending| pending.urgent)
     }
 
     /// Counts a background unit, with this many bytes waiting for the link, as foreground from now on.
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_without_credit_does_not_hold_up_what_somebody_waits_for() {
+    fn background_replies_without_credit_do_not_delay_foreground_ones() {
         let mut queue = Queue::default();
         for id in 1..=4 {
             queue.admit(read(id, true), Bytes::new(), CHUNK).unwrap();
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hurried_read_goes_first_and_an_error_ends_all_of_a_request() {
+    fn an_urgent_read_goes_first_and_an_error_ends_all_of_a_request() {
         let chunk = 64 << 10;
         let mut queue = Queue::default();
         for id in 1..=3 {

@@ -1,15 +1,15 @@
-//! The thread of an image that copies committed epochs into place; at most one runs.
+//! State of the thread that copies an image's committed epochs into place; at most one runs per image.
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// Whether that thread runs, and whether there is an epoch to copy.
+/// Whether the thread runs, and whether there is an epoch to copy.
 #[derive(Default)]
 pub struct Settler {
     state: Mutex<SettlerState>,
-    /// The thread has ended.
+    /// Notified when the thread ends.
     ended: Notify,
-    /// Held while waiting for the end.
+    /// Held by the one caller that waits for the end.
     waits: tokio::sync::Mutex<()>,
 }
 
@@ -20,12 +20,12 @@ struct SettlerState {
 }
 
 impl Settler {
-    /// An epoch was committed and is to be copied.
+    /// Requests a copy, after an epoch was committed.
     pub fn wanted(&self) {
         self.state.lock().wanted = true;
     }
 
-    /// Whether a thread is to be started for what is wanted. It counts as running from here on.
+    /// Whether the caller must start a thread for the requested copy; it counts as running from here on.
     pub fn begin(&self) -> bool {
         let mut state = self.state.lock();
         let begins = state.wanted && !state.runs;
@@ -33,7 +33,7 @@ impl Settler {
         begins
     }
 
-    /// Whether there is more to do; if not the thread does not run any more.
+    /// Whether the thread has another copy to make; if not it no longer counts as running.
     pub fn next(&self) -> bool {
         let mut state = self.state.lock();
         let more = std::mem::take(&mut state.wanted);
@@ -41,13 +41,13 @@ impl Settler {
         more
     }
 
-    /// The thread has ended.
+    /// Records that the thread has ended.
     pub fn ended(&self) {
         self.state.lock().runs = false;
         self.ended.notify_waiters();
     }
 
-    /// Waits until no thread runs; returns at once when another caller waits already. Cancel safe.
+    /// Waits until no thread runs; returns at once if another caller is waiting already. Cancel safe.
     pub async fn wait(&self) {
         let Ok(_only) = self.waits.try_lock() else {
             return;
@@ -64,14 +64,14 @@ impl Settler {
     }
 }
 
-/// A thread that panics does not count as running for ever.
+/// Guard of the thread: one that panics stops counting as running.
 pub struct RunningGuard<'a>(pub &'a Settler);
 
 impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         match std::thread::panicking() {
             true => self.0.ended(),
-            // Another may run already.
+            // Another thread may be running already.
             false => self.0.ended.notify_waiters(),
         }
     }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_thread_runs_for_all_that_is_wanted_and_a_panic_ends_it() {
+    fn one_thread_makes_all_copies_and_a_panic_ends_it() {
         let settler = Settler::default();
         assert!(!settler.begin(), "nothing is wanted");
         settler.wanted();

@@ -1,28 +1,28 @@
-//! A piece of a request's work, and what it weighs.
+//! A unit of work of a request, and its cost.
 
 use bytes::Bytes;
 
 use super::pool::Kind;
 use crate::protocol::Request;
 
-/// A piece of work, small enough that what is more urgent need not wait long for it.
+/// A unit of work, small enough that more urgent work need not wait long for it.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Chunks of a read.
     Read {
-        /// The read's id.
+        /// The read's ID.
         id: u64,
         /// The first chunk.
         first: u64,
-        /// How many.
+        /// Number of chunks.
         count: u32,
     },
-    /// Anything else, whole.
+    /// Any other request, as a whole, with its body.
     Other(Request, Bytes),
 }
 
 impl Unit {
-    /// Whether it changes something, or makes changes durable.
+    /// Whether it changes data or leases, or makes changes durable.
     pub fn changes(&self) -> bool {
         matches!(self, Unit::Other(request, _) if changes(request))
     }
@@ -44,7 +44,7 @@ impl Unit {
     }
 }
 
-/// Whether a request changes something, or makes changes durable.
+/// Whether a request changes data or leases, or makes changes durable.
 pub fn changes(request: &Request) -> bool {
     !matches!(
         request,
@@ -56,17 +56,17 @@ pub fn changes(request: &Request) -> bool {
     )
 }
 
-/// What is to be counted of a unit of work once it is done.
+/// The bytes that a unit of work reads or writes, for the counters and limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Effect {
-    /// Bytes of the device that were read.
+    /// Bytes read from the device.
     pub read: u64,
-    /// Bytes of it that were written.
+    /// Bytes written to the device.
     pub written: u64,
 }
 
 impl Effect {
-    /// Of a unit, on a device with chunks of so many bytes.
+    /// The effect of a unit on a device whose chunks have `chunk` bytes.
     pub fn of(unit: &Unit, chunk: u32) -> Self {
         let (mut read, mut written) = (0, 0);
         match unit {
@@ -80,7 +80,7 @@ impl Effect {
         Self { read, written }
     }
 
-    /// Bytes that its reply takes until it has left, about.
+    /// Approximate size of its reply in bytes, which count until it is sent.
     pub fn weight(self) -> u64 {
         self.read
     }

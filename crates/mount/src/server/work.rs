@@ -275,10 +275,7 @@ impl Client<'_> {
                 device.trim(offset, length).map_err(refusal_of)
             }
             Request::DirectFlush { .. } => device.flush().map_err(refusal_of),
-            _ => Err(Refusal::new(
-                Code::Protocol,
-                "a request that has no place here",
-            )),
+            _ => Err(Refusal::new(Code::Protocol, "an unexpected request")),
         }
     }
 

@@ -404,7 +404,7 @@ fn sizes_that_lie_are_refused_and_sizes_that_change_end_the_mount() {
         let liar = Liar::opening(move |_| other(change), |_| Vec::new());
         let opened = runtime.block_on(Client::open(runtime.handle(), liar, options()));
         let error = opened.err().expect("refused").to_string();
-        assert!(error.contains("broke the protocol"), "{error}");
+        assert!(error.contains("broke the mount protocol"), "{error}");
     }
     for change in [
         (|o| o.size += 1) as fn(&mut Opened),
@@ -420,7 +420,7 @@ fn sizes_that_lie_are_refused_and_sizes_that_change_end_the_mount() {
             .unwrap();
         let local = LocalStub::attach(&client, false);
         let error = local.get(&client, 0).unwrap_err().to_string();
-        assert!(error.contains("mount it anew"), "{error}");
+        assert!(error.contains("mount it again"), "{error}");
         local.wait("gone", |received| {
             matches!(received.links.last(), Some(Link::Gone(_)))
         });

@@ -161,7 +161,7 @@ fn a_mount_whose_image_was_replaced_says_so_and_holds_nothing() {
         m.proxy.heal();
         until("the mount has heard of it", || {
             let link = m.disk()["link"].as_str().unwrap().to_owned();
-            link.contains("is another image at the site now; unmount it and mount it anew")
+            link.contains("is another image at the site now; unmount it and mount it again")
                 || link.contains("was revoked")
         });
         until("nothing is held", || leases(&m) == 0);

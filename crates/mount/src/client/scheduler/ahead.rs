@@ -21,8 +21,8 @@ const MAX_SECONDS: f64 = 4.0;
 const SHARE_OVER: f64 = (2 << 20) as f64;
 const MIN_SHARE: f64 = 1.0 / 64.0;
 
-/// How much more is asked for at most, the step to it, and how much of it is left after a round trip in which the site
-/// had enough.
+/// The maximum factor by which more is requested, the factor of each increase, and the share that is kept after a round
+/// trip in which the site had enough.
 const MAX_BOOST: f64 = 16.0;
 const BOOST: f64 = 2.0;
 const BOOST_KEPT: f64 = 0.99;
@@ -30,7 +30,7 @@ const BOOST_KEPT: f64 = 0.99;
 /// The site is about to run out of work when its oldest request is younger than this many round trips.
 const YOUNG: f64 = 1.6;
 
-/// See the module.
+/// How much background work to request; see the module's documentation.
 #[derive(Debug)]
 pub struct ReadAhead {
     share: f64,
@@ -43,7 +43,7 @@ pub struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// Initially nothing is known.
+    /// The initial state: nothing is known about the site.
     pub fn new() -> Self {
         Self {
             share: 1.0,
@@ -64,7 +64,7 @@ impl ReadAhead {
         self.sent.clear();
     }
 
-    /// This many bytes of chunks arrived in so many bytes on the link.
+    /// Chunks of this many bytes arrived, as `wire` bytes on the link.
     pub fn came(&mut self, bytes: u64, wire: u64) {
         let weight = (bytes as f64 / SHARE_OVER).min(1.0);
         let share = (wire as f64 / bytes as f64).clamp(MIN_SHARE, 1.0);

@@ -85,7 +85,7 @@ impl<T> Scheduler<T> {
         lost
     }
 
-    /// The jobs that timed out, with the runs of reads that have not arrived. The second value tells whether any of
+    /// The jobs that timed out, with the runs of reads that have not arrived. The second value says whether any of
     /// them had been sent.
     pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
         let late = |deadline: Duration| deadline <= now;
@@ -128,7 +128,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Removes everything, because nothing will be answered any more.
+    /// Removes and returns all requests, because no more replies will arrive.
     pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
         self.expire(Duration::MAX).0
     }
@@ -148,6 +148,6 @@ impl<T> InFlight<T> {
     fn missing(&self) -> Vec<Chunks> {
         self.job
             .chunks()
-            .map_or_else(Vec::new, |run| missing(run, &self.come))
+            .map_or_else(Vec::new, |run| missing(run, &self.arrived))
     }
 }

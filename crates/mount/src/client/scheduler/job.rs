@@ -15,9 +15,9 @@ pub struct Job<T> {
     pub request: Request,
     /// Its body.
     pub body: Bytes,
-    /// When it fails without a reply.
+    /// The deadline: it fails without a reply by then.
     pub deadline: Duration,
-    /// It has brought a wrong digest before.
+    /// Its chunks have arrived with a wrong digest before.
     pub again: bool,
     /// The receiver of the reply.
     pub to: T,
@@ -94,7 +94,7 @@ impl<T> Job<T> {
     }
 }
 
-/// What a reply with chunks says about itself.
+/// The head of a reply with chunks, and its size.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunksReply {
     /// Request ID.
@@ -103,15 +103,15 @@ pub struct ChunksReply {
     pub first: u64,
     /// Number of chunks.
     pub count: u32,
-    /// Payload bytes that it took on the link.
+    /// Its payload bytes on the link.
     pub wire: u64,
-    /// What the last credit said had arrived.
+    /// Echo of the bytes received according to the last credit.
     pub echo: u64,
-    /// Nothing else waited to leave.
+    /// Whether the site had nothing else to send.
     pub last: bool,
 }
 
-/// The same request with another number.
+/// The same request with another ID.
 pub fn with_id(request: &Request, new: u64) -> Request {
     let mut request = request.clone();
     if let Some(id) = request.id_mut() {

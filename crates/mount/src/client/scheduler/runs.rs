@@ -1,22 +1,23 @@
-//! Runs of chunks, cut and counted.
+//! Arithmetic on runs of chunks.
 
 use drover_device::remote::{Chunks, Shape};
 
-/// Bytes of so many chunks.
+/// The size of `count` chunks in bytes.
 pub fn bytes(shape: Shape, count: u32) -> u64 {
     u64::from(count) * u64::from(shape.chunk)
 }
 
-/// Whether a chunk of a request, counted from its first, has come.
-pub fn has_come(come: &[u64; 4], at: u64) -> bool {
-    come.get((at / 64) as usize)
+/// Whether the chunk at this index of a request has arrived, by its bitmap.
+pub fn has_arrived(arrived: &[u64; 4], at: u64) -> bool {
+    arrived
+        .get((at / 64) as usize)
         .is_some_and(|bits| bits >> (at % 64) & 1 == 1)
 }
 
-/// The parts of a request's run that have not come.
-pub fn missing(run: Chunks, come: &[u64; 4]) -> Vec<Chunks> {
+/// The parts of a request's run that have not arrived.
+pub fn missing(run: Chunks, arrived: &[u64; 4]) -> Vec<Chunks> {
     let mut runs: Vec<Chunks> = Vec::new();
-    for index in (run.first..run.end()).filter(|index| !has_come(come, index - run.first)) {
+    for index in (run.first..run.end()).filter(|index| !has_arrived(arrived, index - run.first)) {
         match runs.last_mut() {
             Some(last) if last.end() == index => last.count += 1,
             _ => runs.push(Chunks {
@@ -28,7 +29,7 @@ pub fn missing(run: Chunks, come: &[u64; 4]) -> Vec<Chunks> {
     runs
 }
 
-/// Takes out of `missing` those chunks of `run` for which `outstanding` holds; whether there were any.
+/// Removes from `missing` the chunks of `run` for which `outstanding` holds. Returns whether there were any.
 pub fn cut_out(
     missing: &mut Vec<Chunks>,
     run: Option<Chunks>,
@@ -62,7 +63,7 @@ pub fn cut_out(
     any
 }
 
-/// A run in parts of at most `most` chunks.
+/// Splits a run into parts of at most `most` chunks.
 pub fn split(run: Chunks, most: u32) -> impl Iterator<Item = Chunks> {
     (0..run.count.div_ceil(most)).map(move |n| Chunks {
         first: run.first + u64::from(n) * u64::from(most),

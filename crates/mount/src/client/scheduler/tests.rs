@@ -9,7 +9,7 @@ fn run(first: u64, count: u32) -> Chunks {
 }
 
 #[test]
-fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
+fn chunks_promoted_along_with_a_neighbour_are_not_requested_again() {
     let shape = Shape {
         size: 1 << 30,
         chunk: 65_536,
@@ -109,13 +109,13 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     assert!(scheduler.end(first.0, first.1, at(0)).unwrap().is_some());
     scheduler.pushed(at(40));
 
-    // What is no part of an epoch waits no longer for that.
+    // Requests that are not part of an epoch keep their deadlines.
     let (late, stalled) = scheduler.expire(at(10));
     let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.request)).collect();
     kinds.sort_unstable();
     assert_eq!((kinds, stalled), (vec!["commit", "read"], true));
     assert!(scheduler.expire(at(39)).0.is_empty());
-    // The parts do, sent or not; what had longer keeps it.
+    // The parts get the later deadline, sent or not; a deadline that was later stays.
     let (late, _) = scheduler.expire(at(40));
     let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.request)).collect();
     kinds.sort_unstable();
@@ -129,7 +129,7 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
 }
 
 #[test]
-fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_them() {
+fn a_part_is_sent_when_those_before_it_have_arrived() {
     let shape = Shape {
         size: 1 << 30,
         chunk: 65_536,
@@ -141,7 +141,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     for _ in 0..4 {
         scheduler.enqueue(part(10, 32 << 10)).unwrap();
     }
-    // One fills the way, and reads do not wait for the others.
+    // One fills the connection, and reads do not queue behind the others.
     assert!(
         scheduler
             .select(ms(0))
@@ -169,7 +169,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     scheduler.arrived(1, 1 << 10, 0, ms(10)).unwrap();
     let lie = scheduler.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
-    // A reply says that all up to it arrived.
+    // A reply acknowledges all body bytes up to its request.
     scheduler.end(1, request.id().unwrap(), ms(20)).unwrap();
     assert!(scheduler.select(ms(20)).is_some());
     assert!(scheduler.link_down().len() == 3, "nothing of them survives");
@@ -186,7 +186,7 @@ fn kind(request: &Request) -> &'static str {
 }
 
 #[test]
-fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
+fn the_backlog_of_a_slow_disk_is_bounded_by_the_requests() {
     let shape = Shape {
         size: 1 << 30,
         chunk: 65_536,

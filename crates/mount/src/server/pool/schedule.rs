@@ -15,7 +15,7 @@ pub enum Kind {
     Front,
     /// A background read.
     Back,
-    /// Changes what is read later.
+    /// A change to what later reads return.
     Change,
     /// Writes only this byte range of a device, from start to before end: disjoint writes may run concurrently.
     Write(u64, u64),
@@ -54,7 +54,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// For a pool configured with `threads` threads: one fewer for background reads, plus threads that wait for disks.
+    /// The limits of a pool configured with `threads` threads: one fewer for background reads, plus some that wait for
+    /// disks.
     pub fn new(threads: usize) -> Self {
         let threads = threads.max(2);
         Self {
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_always_a_thread_for_what_somebody_waits_for() {
+    fn there_is_always_a_thread_for_foreground_work() {
         for threads in 0..20 {
             let limits = Limits::new(threads);
             assert!(limits.back > 0 && limits.back < limits.reading);
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_waits_for_goes_first_and_the_rest_leaves_it_room() {
+    fn foreground_work_goes_first_and_background_work_leaves_it_room() {
         let mut schedule = schedule();
         for job in 0..9 {
             schedule.put(job, Kind::Back, job);
@@ -314,7 +315,7 @@ mod tests {
         }
         let hang: Vec<_> = std::iter::from_fn(|| schedule.next_change()).collect();
         assert_eq!(hang.len(), LIMITS.writing);
-        // The others still get what they got before, one each.
+        // The others still get one thread each, as before.
         for mount in 2..5 {
             schedule.put(mount, Kind::Write(0, 10), mount);
             schedule.put(mount, Kind::Write(10, 20), mount);
