@@ -25,7 +25,7 @@ use crate::home::Home;
 use crate::mounts::{self, Writer};
 use crate::own::Own;
 use crate::remote::Call;
-use crate::signals::{Stop, told as told_to_stop};
+use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::{bytes, clean};
 
@@ -36,7 +36,7 @@ pub use turn::Here;
 
 /// The changes that mounts made to one image, as reported to users.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Told {
+pub struct ImageChanges {
     /// The image's name.
     pub image: String,
     /// Bytes of the disk that differ from the image.
@@ -59,9 +59,9 @@ pub struct Told {
     pub problem: Option<String>,
 }
 
-impl From<Changes> for Told {
-    fn from(c: Changes) -> Told {
-        Told {
+impl From<Changes> for ImageChanges {
+    fn from(c: Changes) -> ImageChanges {
+        ImageChanges {
             image: c.image.to_string(),
             changed_bytes: c.changed,
             room_bytes: c.room,
@@ -92,14 +92,14 @@ pub struct Dropped {
 }
 
 /// The changes that mounts made to an image; `None` when there are none.
-pub fn of_image(home: &Home, name: &ImageName) -> Option<Told> {
-    changes::of_image(&home.mounted_dir(), name).map(Told::from)
+pub fn of_image(home: &Home, name: &ImageName) -> Option<ImageChanges> {
+    changes::of_image(&home.mounted_dir(), name).map(ImageChanges::from)
 }
 
 /// Request: list the changes of all images.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ListChanges;
-request!(ListChanges: "change.list", Manage, () => Vec<Told>);
+request!(ListChanges: "change.list", Manage, () => Vec<ImageChanges>);
 
 /// Request: drop the changes of an image.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -117,9 +117,9 @@ request!(Order: "change.merge", Manage, Progress => Merged);
 ///
 /// # Errors
 /// When the site's state cannot be read.
-pub fn on_disk(home: &Home) -> Result<Vec<Told>> {
+pub fn on_disk(home: &Home) -> Result<Vec<ImageChanges>> {
     let all = changes::all(&home.mounted_dir())?;
-    Ok(all.into_iter().map(Told::from).collect())
+    Ok(all.into_iter().map(ImageChanges::from).collect())
 }
 
 /// Drops the changes of an image and reports what was dropped. Blocks on disk I/O.
@@ -144,7 +144,7 @@ pub fn drop_at(home: &Home, server: &Server, name: &ImageName, earlier: bool) ->
 ///
 /// # Errors
 /// When the site does not reply, or its state cannot be read.
-pub async fn told(home: &Home) -> Result<Vec<Told>> {
+pub async fn list(home: &Home) -> Result<Vec<ImageChanges>> {
     match Call::local(home).await? {
         Some(call) => call.ask(&ListChanges, |()| {}).await,
         None => on_disk(home),
@@ -175,7 +175,7 @@ pub async fn ask_to_drop(
     dropped
 }
 
-impl Told {
+impl ImageChanges {
     /// Whether the base is known to be the image with this digest, rather than an earlier image of the same name.
     pub fn is_over(&self, digest: &Digest) -> bool {
         let of_another = |base: &String| *base != digest.to_string();
@@ -213,10 +213,10 @@ pub async fn ask_to_merge(
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let mut work = tokio::task::spawn_blocking(move || merge(&here, &order, &mut progress, &flag));
-    let mut asked = signals.watch();
+    let mut stop_requested = signals.watch();
     let merged = tokio::select! {
         merged = &mut work => merged,
-        () = told_to_stop(&mut asked) => {
+        () = stopped(&mut stop_requested) => {
             stop.store(true, Ordering::Relaxed);
             work.await
         }

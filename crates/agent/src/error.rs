@@ -23,7 +23,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Kind {
     /// It failed; a retry may succeed.
     Failed = 1,
-    /// The request makes no sense.
+    /// The request is invalid.
     Usage = 2,
     /// Refused by a peer or this site: trust, space or policy, or there is no image of that name.
     Refused = 3,
@@ -62,16 +62,16 @@ pub enum Error {
         /// The cause.
         source: Box<Error>,
     },
-    /// The receiver of the readiness notice went away.
-    #[error("nobody hears that it is ready")]
-    Unheard,
+    /// The process that started a mount was gone before the mount was ready.
+    #[error("the caller was gone before the mount was ready")]
+    CallerGone,
     /// System I/O error.
     #[error("{0}")]
     Io(#[from] std::io::Error),
     /// Invalid JSON in a record or in a message of another process.
     #[error("{0}")]
     Json(#[from] serde_json::Error),
-    /// A task that panicked.
+    /// A background task panicked.
     #[error("{0}")]
     Task(#[from] tokio::task::JoinError),
     /// A timeout.

@@ -185,7 +185,7 @@ impl Home {
         Ok(Identity::load_or_create(self.dir.join("identity.key"))?)
     }
 
-    /// The name this site gives itself to others: the configured name, else the host name.
+    /// The name this site announces to others: the configured name, else the host name.
     pub fn name(&self) -> String {
         let name = self.config.name.clone().unwrap_or_else(|| {
             rustix::system::uname()

@@ -133,7 +133,7 @@ impl Page<'_> {
         Ok(())
     }
 
-    /// Counters that differ in the value of one label.
+    /// A counter with one sample per value of its label.
     fn counters(
         &mut self,
         name: &str,
@@ -459,7 +459,7 @@ fn matcher(page: &mut Page<'_>, counts: &[(String, u64)]) -> fmt::Result {
     page.gauge("matcher_memory_bytes", help, of("memory"))
 }
 
-/// Escapes the value of a label, which the library does not.
+/// Escapes a label value; the library does not.
 fn label(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"");
     text.replace('\n', "\\n")

@@ -51,11 +51,11 @@ pub struct Paired {
     pub name: String,
     /// Its key.
     pub key: PeerKey,
-    /// The name it gives itself: untrusted text.
+    /// The name that it announces: untrusted text.
     pub calls_itself: String,
 }
 
-/// Pairs with the site that made the ticket, under `name` or the name that it gives itself.
+/// Pairs with the site that made the ticket, under `name` or the name that it announces.
 ///
 /// # Errors
 /// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
@@ -73,7 +73,7 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
         return Err(Error::usage(text));
     }
     let catalog = site::open_catalog(home)?;
-    // Check the name before the ticket is spent.
+    // Check the name before the ticket is redeemed.
     if let Some(name) = &name
         && catalog.peer(name)?.is_some_and(|p| p.key != ticket.key)
     {
@@ -113,7 +113,7 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
     })
 }
 
-/// What to say of peers that were paired under a name that is now the prefix of local disks.
+/// A warning about peers that were paired under a name that is now a prefix of local targets, one each.
 ///
 /// # Errors
 /// When the catalog cannot be read.

@@ -41,7 +41,7 @@ use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
 use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::remote::SocketPath;
-use crate::signals::{Stop, told};
+use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::{clean, now_unix};
 use admission::Admission;
@@ -76,7 +76,7 @@ pub struct Listen {
 pub struct Ready {
     /// `site` or `teleporter`.
     pub duty: &'static str,
-    /// The name it gives itself.
+    /// Its own name.
     pub name: String,
     /// Its key.
     pub key: PeerKey,
@@ -116,9 +116,9 @@ fn recover_merges(
         key: identity.key(),
     };
     let stop = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&stop);
+    let cancelled = Arc::clone(&stop);
     let thread = tokio::task::spawn_blocking(move || {
-        for line in crate::changes::recover(&here, &told) {
+        for line in crate::changes::recover(&here, &cancelled) {
             tracing::info!("{line}");
         }
     });
@@ -241,11 +241,11 @@ async fn keep_reserve(server: Arc<Server>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     loop {
         tokio::select! {
-            () = told(&mut stop) => return,
+            () = stopped(&mut stop) => return,
             _ = looks.tick() => {}
         }
         let home = server.home.clone();
-        // A panic in there was logged; continue with the next round.
+        // The panic was logged; continue with the next round.
         let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
     }
 }
@@ -260,7 +260,7 @@ async fn expire_transfers(server: Arc<Server>) {
     let mut looks = tokio::time::interval(EXPIRE_EVERY);
     loop {
         tokio::select! {
-            () = told(&mut stop) => return,
+            () = stopped(&mut stop) => return,
             _ = looks.tick() => {}
         }
         let site = Arc::clone(site);
@@ -274,7 +274,7 @@ async fn expire_transfers(server: Arc<Server>) {
                 );
             }),
             Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
-            // A panic in there was logged; continue with the next round.
+            // The panic was logged; continue with the next round.
             Err(_) => {}
         }
     }
@@ -324,7 +324,7 @@ async fn accept(
     let mut talks = JoinSet::new();
     loop {
         tokio::select! {
-            () = told(&mut stop) => return Ok(talks),
+            () = stopped(&mut stop) => return Ok(talks),
             pending = listener.accept() => {
                 let pending = pending?;
                 server.metrics.connections.fetch_add(1, Relaxed);
@@ -335,7 +335,7 @@ async fn accept(
                     }
                     None => {
                         server.metrics.rejected_limit.fetch_add(1, Relaxed);
-                        tracing::warn!(remote = %pending.remote(), "too many connections; turned one away");
+                        tracing::warn!(remote = %pending.remote(), "too many connections; rejected one");
                     }
                 }
             }
@@ -346,7 +346,7 @@ async fn accept(
             // Reap finished connections.
             Some(ended) = talks.join_next() => {
                 if let Err(e) = ended && e.is_panic() {
-                    tracing::error!("a conversation panicked; the site goes on");
+                    tracing::error!("the task of a connection panicked; the site continues");
                 }
             }
         }
@@ -380,7 +380,7 @@ async fn finish(
         let closed = tokio::task::spawn_blocking(move || site.close()).await;
         match closed.context("closing the site")? {
             Err(e) if e.is_full() => {
-                tracing::warn!("the matcher's caches are made anew at the next start: {e}");
+                tracing::warn!("the matcher's caches are rebuilt at the next start: {e}");
             }
             closed => closed?,
         }

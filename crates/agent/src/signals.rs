@@ -5,7 +5,7 @@ use tokio::sync::watch;
 
 use crate::error::{Context, Result};
 
-/// Becomes true when this process is to stop.
+/// Becomes true once a signal has requested a shutdown.
 #[derive(Debug, Clone)]
 pub struct Stop(watch::Receiver<bool>);
 
@@ -28,7 +28,7 @@ impl Stop {
                 };
                 asked += 1;
                 if asked > 1 {
-                    // What is durable stays durable; the user does not want to wait for the rest.
+                    // Only work that is not durable yet is lost, and the user does not want to wait for it.
                     std::process::exit(code);
                 }
                 send.send_replace(true);
@@ -43,8 +43,8 @@ impl Stop {
     }
 }
 
-/// Waits until the process is to stop.
-pub async fn told(stop: &mut watch::Receiver<bool>) {
+/// Waits for a request to stop the process.
+pub async fn stopped(stop: &mut watch::Receiver<bool>) {
     // An error means that the sender is gone: the process is ending.
     let _ = stop.wait_for(|&s| s).await;
 }

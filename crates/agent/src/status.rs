@@ -13,7 +13,7 @@ pub struct Status {
     pub running: bool,
     /// `site` or `teleporter`.
     pub duty: String,
-    /// The name it gives itself.
+    /// Its own name.
     pub name: String,
     /// Its key.
     pub key: String,

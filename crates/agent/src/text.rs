@@ -116,7 +116,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 }
 
 fn duration(text: &str) -> Option<Duration> {
-    // The library knows no days, as not all have 24 hours.
+    // The library does not parse days, as not all have 24 hours.
     let days = text.split_once('d');
     let days = days.and_then(|(days, rest)| Some((days.parse::<u64>().ok()?, rest.trim_start())));
     let (days, rest) = days.unwrap_or((0, text));
@@ -233,7 +233,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_shown_is_read_again_about(n: u64) {
+        fn a_formatted_size_parses_to_about_the_same(n: u64) {
             let read = parse_size(&bytes(n)).unwrap_or(u64::MAX) as f64;
             prop_assert!((read - n as f64).abs() <= n as f64 * 0.05 + 1.0, "{}", bytes(n));
         }

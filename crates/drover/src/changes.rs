@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use drover_agent::changes::{self, Merged, Order, Told};
+use drover_agent::changes::{self, ImageChanges, Merged, Order};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::mounts::Writer;
 use drover_agent::site;
@@ -32,7 +32,7 @@ pub async fn changes(home: &Home, args: ChangesArgs) -> Result<()> {
 }
 
 async fn list(home: &Home, json: bool) -> Result<()> {
-    let list = changes::told(home).await?;
+    let list = changes::list(home).await?;
     if json {
         return list.iter().try_for_each(out::json);
     }
@@ -72,7 +72,7 @@ async fn list(home: &Home, json: bool) -> Result<()> {
 }
 
 /// The state of changes.
-fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
+fn state(catalog: &SiteCatalog, c: &ImageChanges) -> Result<String> {
     if let Some(problem) = &c.problem {
         return Ok(clean(problem));
     }
@@ -98,15 +98,15 @@ fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
 }
 
 async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
-    let list = changes::told(home).await?;
-    let these = |c: &&Told| c.image == args.name.as_str() && c.earlier == args.earlier;
-    let found: Vec<&Told> = list.iter().filter(these).collect();
+    let list = changes::list(home).await?;
+    let these = |c: &&ImageChanges| c.image == args.name.as_str() && c.earlier == args.earlier;
+    let found: Vec<&ImageChanges> = list.iter().filter(these).collect();
     let catalog = Arc::new(site::look_at_catalog(home)?);
     if found.is_empty() {
         let other = list.iter().any(|c| c.image == args.name.as_str());
         return nothing_to_drop(&catalog, &args, other);
     }
-    let sum = |of: fn(&Told) -> u64| found.iter().map(|c| of(c)).sum::<u64>();
+    let sum = |of: fn(&ImageChanges) -> u64| found.iter().map(|c| of(c)).sum::<u64>();
     let (changed, room) = (sum(|c| c.changed_bytes), sum(|c| c.room_bytes));
     let what = format!(
         "the changes to {}{} ({}, {} on disk)",

@@ -119,7 +119,7 @@ fn report_verified(
     args: &VerifyArgs,
     expected: Digest,
     found: Digest,
-    changes: Option<changes::Told>,
+    changes: Option<changes::ImageChanges>,
 ) -> Result<()> {
     let place = args
         .peer

@@ -127,7 +127,7 @@ async fn begin(
     };
     let ready = move |name: &str, lines: &[String]| {
         show(name, lines, json).map_err(|e| match out::is_reader_gone(&e) {
-            true => Error::Unheard,
+            true => Error::CallerGone,
             false => Error::msg(one_line(e.as_ref())),
         })
     };

@@ -22,7 +22,7 @@ impl std::error::Error for ReaderGone {}
 
 /// Whether the command ended because stdout was closed.
 pub fn is_reader_gone(error: &anyhow::Error) -> bool {
-    error.is::<ReaderGone>() || matches!(error.downcast_ref(), Some(Error::Unheard))
+    error.is::<ReaderGone>() || matches!(error.downcast_ref(), Some(Error::CallerGone))
 }
 
 /// Prints a line to stdout.

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_comes_back_whole_or_not_at_all() {
+    fn it_is_read_back_whole_or_not_at_all() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(Decided::read(dir.path()).unwrap(), None);
         let decided = Decided {

@@ -1,8 +1,8 @@
 //! `changes merge`: merges the data that mounts wrote into the image, or into a new one.
 //!
 //! The image's file is never written in place: the disk as mounts see it is written to a new file next to it, synced
-//! and read back. Meanwhile the site itself holds the image's write lease, so that nobody else writes; the changes
-//! stay. Then
+//! and read back. Meanwhile the site itself holds the image's write lease, so that no mount writes; the changes
+//! are kept. Then
 //!
 //! 1. the commit record is made durable (`merge`, see [`super::decided`]),
 //! 2. the new file is renamed to the image's name, and its digest goes into the catalog,
@@ -312,17 +312,17 @@ impl Making<'_> {
             Ok(file)
         };
         let all = merged.size_bytes * 2;
-        let mut told = |done| {
+        let mut report = |done| {
             progress(done, all);
             self.stopped()
         };
         let mut file = create()?;
         let raw = self.record.format == "raw" && self.to == Target::Raw;
-        let shared = raw && part.write_over(&self.record.path, &file, path, &mut told)?;
+        let shared = raw && part.write_over(&self.record.path, &file, path, &mut report)?;
         if !shared {
             check_room(&self.order.name, merged)?;
             file = create()?;
-            part.write(&file, path, &mut told)?;
+            part.write(&file, path, &mut report)?;
         }
         file.sync_all()
             .with_context(|| format!("cannot write {}", path.display()))
@@ -341,14 +341,14 @@ impl Making<'_> {
             None => (&self.order.name, self.record.from.as_str()),
         };
         let size = merged.size_bytes;
-        let mut told = |done: u64, total: u64| {
+        let mut report = |done: u64, total: u64| {
             progress(size + size * done / total.max(1), size * 2);
             match self.stop.load(Ordering::Relaxed) {
                 true => Err(TeleportError::Stopped),
                 false => Ok(()),
             }
         };
-        let prepared = match self.here.site.prepare(path, name, from, &mut told) {
+        let prepared = match self.here.site.prepare(path, name, from, &mut report) {
             Err(TeleportError::Stopped) => return self.stopped().map(|()| self.record.clone()),
             other => other?,
         };

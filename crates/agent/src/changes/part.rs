@@ -38,7 +38,7 @@ pub enum Target {
 }
 
 /// Progress callback, with the bytes done; an error cancels the work.
-pub type Told<'a> = dyn FnMut(u64) -> Result<()> + 'a;
+pub type Progress<'a> = dyn FnMut(u64) -> Result<()> + 'a;
 
 /// The content of the new file.
 pub struct Part {
@@ -78,22 +78,22 @@ impl Part {
         self.qcow2.as_ref().map_or(self.view.len(), |c| c.len())
     }
 
-    /// Writes the file. `told` receives the position reached in the file.
+    /// Writes the file. `progress` receives the position reached in the file.
     ///
     /// # Errors
-    /// When the disk cannot be read, the file cannot be written, or `told` cancels.
-    pub fn write(&self, file: &File, path: &Path, told: &mut Told<'_>) -> Result<()> {
+    /// When the disk cannot be read, the file cannot be written, or `progress` cancels.
+    pub fn write(&self, file: &File, path: &Path, progress: &mut Progress<'_>) -> Result<()> {
         file.set_len(self.len())
             .with_context(|| format!("cannot write {}", path.display()))?;
         match &self.qcow2 {
-            Some(content) => copy(content, 0..content.len(), file, path, told)?,
+            Some(content) => copy(content, 0..content.len(), file, path, progress)?,
             None => {
                 for run in &self.data {
-                    copy(&self.view, run.clone(), file, path, told)?;
+                    copy(&self.view, run.clone(), file, path, progress)?;
                 }
             }
         }
-        told(self.len())
+        progress(self.len())
     }
 
     /// Writes the file as a reflink of the raw file `base` plus the changes, so that only the changes take space. False
@@ -106,7 +106,7 @@ impl Part {
         base: &Path,
         file: &File,
         path: &Path,
-        told: &mut Told<'_>,
+        progress: &mut Progress<'_>,
     ) -> Result<bool> {
         let cannot = || format!("cannot write {}", path.display());
         let old = File::open(base).with_context(|| format!("cannot read {}", base.display()))?;
@@ -122,11 +122,11 @@ impl Part {
             for (bytes, zeros) in self.view.changes_in(window.clone()) {
                 match zeros {
                     true => punch(file, &bytes).with_context(cannot)?,
-                    false => copy_all(&self.view, bytes, file, path, told)?,
+                    false => copy_all(&self.view, bytes, file, path, progress)?,
                 }
             }
             at = window.end;
-            told(at)?;
+            progress(at)?;
         }
         Ok(true)
     }
@@ -155,9 +155,9 @@ fn copy(
     range: Range<u64>,
     file: &File,
     path: &Path,
-    told: &mut Told<'_>,
+    progress: &mut Progress<'_>,
 ) -> Result<()> {
-    copy_some(from, range, file, path, told, &|bytes| !is_zero(bytes))
+    copy_some(from, range, file, path, progress, &|bytes| !is_zero(bytes))
 }
 
 /// Copies a range including zeros.
@@ -166,9 +166,9 @@ fn copy_all(
     range: Range<u64>,
     file: &File,
     path: &Path,
-    told: &mut Told<'_>,
+    progress: &mut Progress<'_>,
 ) -> Result<()> {
-    copy_some(from, range, file, path, told, &|_| true)
+    copy_some(from, range, file, path, progress, &|_| true)
 }
 
 fn copy_some(
@@ -176,13 +176,13 @@ fn copy_some(
     range: Range<u64>,
     file: &File,
     path: &Path,
-    told: &mut Told<'_>,
+    progress: &mut Progress<'_>,
     wanted: &dyn Fn(&[u8]) -> bool,
 ) -> Result<()> {
     let mut slab = vec![0; SLAB];
     let mut at = range.start;
     while at < range.end {
-        told(at)?;
+        progress(at)?;
         let n = slab.len().min((range.end - at) as usize);
         from.read_exact_at(&mut slab[..n], at)
             .context("cannot read the disk")?;

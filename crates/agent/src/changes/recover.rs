@@ -90,7 +90,7 @@ pub fn finish(here: &Here, turn: &Turn, name: &ImageName, stop: &AtomicBool) -> 
         Some(decided) => settle(here, turn, decided, stop)?,
         None => false,
     };
-    // A lease of a process that is gone; while this one is alive, nobody else can take the turn.
+    // The lease of a process that has exited; while this process lives, no other can take the lock of this merge.
     let leased = here.server.leased(name)?.and_then(|l| l.holder);
     if let Some(holder) = leased
         && holder.peer == here.key.0
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_at_the_moment_of_a_stop_is_told_from_the_stop() {
+    fn a_failure_during_a_stop_is_distinguished_from_the_stop() {
         let stopped = Err::<(), _>(TeleportError::Stopped).with_context(|| "cannot read web.raw");
         assert!(was_stopped(&stopped.context("merge").unwrap_err()));
         assert!(!was_stopped(&Error::msg("no space").context("merge")));

@@ -35,7 +35,7 @@ pub struct Here {
 }
 
 impl Here {
-    /// For the site of this home, whose lock this process holds.
+    /// Creates the context for the site of this home, whose lock this process holds.
     ///
     /// # Errors
     /// When the home's key cannot be read, or mounts cannot be served.
@@ -76,7 +76,7 @@ impl Turn {
         &self.0
     }
 
-    /// Creates the directory durably: recovery finds the lease that a crash leaves by it.
+    /// Creates the directory durably: by it, recovery finds the lease that a crash leaves behind.
     ///
     /// # Errors
     /// When it cannot be created.

@@ -23,7 +23,7 @@ const KEEP_UNFINISHED: Duration = Duration::from_secs(7 * 24 * 3600);
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
-    /// The name this site gives itself to others; the host name by default.
+    /// The name this site announces to others; the host name by default.
     pub name: Option<String>,
     /// Listen address of `serve`.
     #[serde(default, deserialize_with = "address")]
@@ -159,7 +159,7 @@ impl Config {
     }
 }
 
-/// Reads a text by the rule of the command line.
+/// Deserializes a string with the same parser as the command line.
 fn parsed<'de, T, D: Deserializer<'de>>(
     d: D,
     parse: fn(&str) -> Result<T, String>,

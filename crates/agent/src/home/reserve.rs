@@ -5,8 +5,7 @@
 //! new lease file. Such a command works inside a [`CleanUp`]; when it fails because the disk is full, the reserve is
 //! released in two steps, the work is retried after each, and the reserve is refilled at the end from what is then
 //! free. A running site does the same for cleanup requests, and checks the file every [`LOOK_EVERY`]. While any process
-//! has part of the reserve released, nobody refills it: a lock on the file prevents that. Read-only commands never
-//! touch it.
+//! has part of the reserve released, a lock on the file prevents refilling it. Read-only commands never touch it.
 //!
 //! How a command uses it:
 //!
@@ -133,7 +132,7 @@ fn fill(file: &File) -> io::Result<()> {
 fn allocate(file: &File, at: u64) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), at, STEP) {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-            // Incompressible bytes.
+            // Incompressible, for file systems that compress.
             let mut noise = vec![0; STEP as usize];
             rustix::rand::getrandom(&mut noise, GetRandomFlags::empty())?;
             file.write_all_at(&noise, at)
@@ -283,7 +282,7 @@ mod tests {
         assert!(says_full(&failed.unwrap_err()));
         assert_eq!(seen, [Some(BYTES), Some(BYTES / 2), Some(0)]);
         drop(room);
-        assert_eq!(size(&home), Some(BYTES), "made anew");
+        assert_eq!(size(&home), Some(BYTES), "recreated");
         let mut tries = 0;
         let mut room = CleanUp::of(&home);
         let failed: Result<()> = room.run(|| {
@@ -294,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_not_made_whole_while_somebody_clears_up_with_it() {
+    fn it_is_not_refilled_during_another_cleanup() {
         let (_tmp, home) = home(true);
         home.keep_reserve().unwrap();
         // Like the running site, in the middle of other work.

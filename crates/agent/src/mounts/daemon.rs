@@ -20,7 +20,7 @@ use super::status::{State, Status};
 use crate::error::{Context, Error, Result, bail, failed, one_line};
 use crate::home::Home;
 use crate::notice::notice;
-use crate::signals::{Stop, told};
+use crate::signals::{self, Stop};
 use crate::text::{bytes, now_unix};
 
 /// How long what was written may take to reach the other site after a signal.
@@ -106,7 +106,7 @@ pub async fn keep(
     }
     tokio::select! {
         told = &mut end => { told.ok(); }
-        () = told(&mut stopped) => {
+        () = signals::stopped(&mut stopped) => {
             let daemon = Arc::clone(&daemon);
             let said = tokio::task::spawn_blocking(move || daemon.end_by_signal()).await?;
             said?;

@@ -9,7 +9,7 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::jobs;
 use super::server::OfSite;
 use crate::changes::{
-    self, DropChanges, Dropped, Here, ListChanges, Merged, Order, Told, drop_at, on_disk,
+    self, DropChanges, Dropped, Here, ImageChanges, ListChanges, Merged, Order, drop_at, on_disk,
 };
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
@@ -20,10 +20,10 @@ impl Handler<ListChanges> for OfSite {
         _: &Peer,
         _: ListChanges,
         _: &mut Exchange<'_, ListChanges>,
-    ) -> Result<Vec<Told>, Refusal> {
+    ) -> Result<Vec<ImageChanges>, Refusal> {
         let home = self.server.home.clone();
-        let told = tokio::task::spawn_blocking(move || on_disk(&home)).await;
-        told.map_err(failed)?.map_err(failed)
+        let list = tokio::task::spawn_blocking(move || on_disk(&home)).await;
+        list.map_err(failed)?.map_err(failed)
     }
 }
 
@@ -42,7 +42,7 @@ impl Handler<DropChanges> for OfSite {
     }
 }
 
-/// Cancels a job when its caller goes away.
+/// Cancels a job when its caller disconnects.
 struct StopWhenDropped(Arc<AtomicBool>);
 
 impl Drop for StopWhenDropped {

@@ -12,7 +12,7 @@ use super::admission::{Place, StrangerPlace};
 use super::server::{Server, quoted};
 use super::sessions::Open;
 use crate::error::{Error, Result, one_line};
-use crate::signals::told;
+use crate::signals::stopped;
 
 /// Timeout for a peer that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
@@ -60,7 +60,7 @@ async fn talk(
     let mut stop = server.stop.clone();
     let call = tokio::select! {
         call = hear(server, connection) => call?,
-        () = told(&mut stop) => return Ok(()),
+        () = stopped(&mut stop) => return Ok(()),
     };
     let known = {
         let catalog = Arc::clone(&server.catalog);
@@ -85,7 +85,7 @@ async fn talk(
     if peer.rights == Rights::STRANGER {
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
         tracing::warn!(peer = key.short(), "refused a key that is not trusted");
-        // Its user may know this site by another name, which is added there.
+        // The peer adds the name under which it knows this site, which may be another.
         let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair TICKET` here";
         return Ok(call.refuse(&Refusal::new(Code::Untrusted, text)).await?);
     }

@@ -9,7 +9,7 @@ use drover_teleport::services::Progress;
 
 use super::server::Server;
 use crate::error::{Result, bail};
-use crate::signals::told;
+use crate::signals::stopped;
 
 /// Interval of progress reports, which also keep the connection alive.
 const REPORT_EVERY: Duration = Duration::from_millis(250);
@@ -44,7 +44,7 @@ pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
     loop {
         tokio::select! {
             out = &mut work => return out,
-            () = told(&mut stop) => bail!("the site is stopping"),
+            () = stopped(&mut stop) => bail!("the site is stopping"),
             _ = ticks.tick() => {
                 let (done, total) = (seen.0.load(Relaxed), seen.1.load(Relaxed));
                 exchange.report(&Progress { done, total }).await?;

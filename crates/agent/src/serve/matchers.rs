@@ -102,7 +102,7 @@ impl InUse {
                 return Ok(());
             }
         }
-        // Keep the map locked, so that nobody reopens the matcher before it is saved.
+        // Keep the map locked, so that the matcher is not reopened before it is saved.
         let matcher = Arc::clone(&self.matcher);
         let saved = tokio::task::spawn_blocking(move || matcher.lock().persist()).await?;
         open.remove(&self.key);

@@ -11,9 +11,9 @@ use super::matchers::{InUse, Matchers};
 use super::server::Server;
 use super::sessions::counted;
 use crate::error::{Result, one_line};
-use crate::signals::told;
+use crate::signals::stopped;
 
-/// Matches for sites, with a separate matcher per site.
+/// The matching service, with a separate matcher per site.
 pub struct Matching(pub Arc<Server>, pub Arc<Matchers>);
 
 impl Service for Matching {
@@ -45,7 +45,7 @@ async fn matching(matcher: InUse, call: IncomingCall) -> Result<()> {
     let mut stop = call.stop.clone();
     let ended = tokio::select! {
         ended = serve_teleporter(call, matcher.shared()) => ended,
-        () = told(&mut stop) => Ok(()),
+        () = stopped(&mut stop) => Ok(()),
     };
     matcher.done().await?;
     Ok(ended?)

@@ -13,12 +13,12 @@ use crate::error::{Result, failed};
 use crate::notice::notice;
 use crate::text::now_unix;
 
-/// Request: pair by ticket. The reply has the name that this site gives itself.
+/// Request: pair by ticket. The reply has this site's own name.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Pair {
     /// The ticket's secret.
     pub secret: [u8; 16],
-    /// The name that the requesting site gives itself.
+    /// The requesting site's own name.
     pub name: String,
     /// The listen addresses of the requesting site, if any.
     pub addresses: Vec<String>,

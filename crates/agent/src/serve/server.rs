@@ -44,7 +44,7 @@ impl Duty {
 pub struct Server {
     /// Its home.
     pub home: Home,
-    /// The name it gives itself.
+    /// Its own name.
     pub name: String,
     /// Its key.
     pub identity: Identity,
