@@ -14,7 +14,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
-use crate::mounts::{self, DiskStatus, State};
+use crate::mounts::{self, DiskStatus, MountState};
 use crate::status::Status;
 
 /// Counters of a site's process.
@@ -292,12 +292,12 @@ fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
         "Whether the mount is usable (0 or 1).",
         ["mount"],
         mounts.iter().map(|m| {
-            let up = i64::from(m.state == State::Up);
+            let up = i64::from(m.state == MountState::Up);
             ([m.name.clone()], ConstGauge::new(up))
         }),
     )?;
     const LABELS: [&str; 3] = ["mount", "image", "mode"];
-    let is_kept = |m: &mounts::Status| matches!(m.state, State::Up | State::Ending);
+    let is_kept = |m: &mounts::Status| matches!(m.state, MountState::Up | MountState::Ending);
     let disks = |kept: bool| {
         // For a mount without a daemon, only the bytes still to push are known.
         let mounts = mounts.iter().filter(move |m| !kept || is_kept(m));

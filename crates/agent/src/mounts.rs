@@ -1,15 +1,16 @@
-//! Mounts: images of other sites, or of this one, as local disks.
+//! Mounts: images of other sites or of this site, and local files, as local disks.
 //!
-//! - `target`: the target of a mount.
+//! - `target`: what is mounted, where an NBD server listens, what is prefetched.
 //! - `record`: the durable record of a mount, for recovery after a crash.
 //! - `start`: starts the mount daemon; `daemon`: the daemon itself.
-//! - `disk`: opens an image as a device; `local`: opens a local path as one; `front`: exposes a device as a file,
-//!   by NBD or as a kernel block device.
-//! - `kernel`: kernel block devices, and the process that guards them.
-//! - `control`, `status`: requests to the daemon; `end`: unmounting, and `dead` the same when the daemon is
-//!   gone.
+//! - `disk`: opens a target as a block device: `local` for local paths, `connector` and `site_images` for images;
+//!   `front`: exposes the device as a file, over NBD or as a kernel block device.
+//! - `kernel`: kernel block devices, and the guard process that detaches them after a crash.
+//! - `control`, `status`: requests to the daemon; `end`: unmounting; `dead`: unmounting when the daemon is gone;
+//!   `leftovers`: cleanup of the system after a dead daemon.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
+//! - `leases`, `in_use`: leases of this site's images.
 
 mod connector;
 mod control;
@@ -45,11 +46,11 @@ pub use kernel::{choose, guard, survive_write_back};
 pub use leases::{
     BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, is_known, leases_of,
 };
-pub use left::{Keeps, Left, Untold};
+pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use site_images::{own, site_server};
-pub use status::{DiskStatus, State, Status};
+pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
 
 /// Timeout for a status reply of a mount daemon.
@@ -67,10 +68,10 @@ pub enum Process {
     Daemon(u8),
 }
 
-/// Records a mount and starts it. When it is up, `ready` receives its name, and one path or address per line.
+/// Records a mount and starts it. When it is up, calls `ready` with its name and its paths or addresses.
 ///
 /// # Errors
-/// Why the mount cannot be made.
+/// When the mount cannot be started.
 pub async fn begin(
     home: &Home,
     images: Vec<Target>,
@@ -156,7 +157,7 @@ async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     on_disk(move || damaged(&place, kept, &link)).await
 }
 
-/// The same without a reply from the daemon, from the caches alone.
+/// The status of a mount with an unusable record, from its caches alone.
 fn damaged(place: &Place, kept: bool, link: &str) -> Status {
     let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
     let dirty = |index| match kept {
@@ -176,7 +177,7 @@ fn damaged(place: &Place, kept: bool, link: &str) -> Status {
         devices: Vec::new(),
         process: 0,
         since_unix: 0,
-        state: State::Damaged,
+        state: MountState::Damaged,
         disks: caches.map(disk).collect(),
     }
 }
@@ -200,7 +201,7 @@ fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
         (false, true) => "its cache is kept for the next mount there",
         (false, false) => "its process is gone",
     };
-    // The content of its caches, if readable now. Not while a daemon may be opening them.
+    // Dirty bytes are read from the caches, but not while a daemon may be opening them.
     let dirty = |index| match kept {
         true => None,
         false => Some(place.left(index).ok()??.dirty),
@@ -212,9 +213,9 @@ fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
         process: if kept { record.process } else { 0 },
         since_unix: record.since_unix,
         state: match (kept, record.unmounted) {
-            (true, _) => State::Silent,
-            (false, true) => State::Unmounted,
-            (false, false) => State::Dead,
+            (true, _) => MountState::Silent,
+            (false, true) => MountState::Unmounted,
+            (false, false) => MountState::Dead,
         },
         disks: record
             .images

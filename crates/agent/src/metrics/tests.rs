@@ -1,6 +1,6 @@
 use super::*;
 
-fn mount(name: &str, state: State) -> mounts::Status {
+fn mount(name: &str, state: MountState) -> mounts::Status {
     mounts::Status {
         name: name.into(),
         place: String::new(),
@@ -82,7 +82,7 @@ const NAMES: [&str; 58] = [
 ];
 
 fn status() -> Status {
-    let mut up = mount("a\"b", State::Up);
+    let mut up = mount("a\"b", MountState::Up);
     up.disks[0].seconds_left = Some(2.5);
     Status {
         running: true,
@@ -113,7 +113,7 @@ fn status() -> Status {
             ..MountCounts::default()
         }),
         leases: Some(4),
-        mounts: vec![up, mount("dead", State::Dead)],
+        mounts: vec![up, mount("dead", MountState::Dead)],
     }
 }
 

@@ -28,7 +28,7 @@ impl Connector for PeerConnector {
             } = &self.peer;
             let options = ConnectOptions::named(name);
             let connection = connect_any(addresses, &self.identity, key, &options).await;
-            // A site that is down or restarting comes back, so retry; a wrong identity does not become the right one.
+            // A site that is down may come back, so retry; a wrong identity is permanent.
             connection.map_err(|e| ConnectError {
                 fatal: e.refused(),
                 ..ConnectError::lost(e.to_string())

@@ -15,24 +15,24 @@ use super::status::Status;
 use crate::error::Result;
 use crate::remote::SocketPath;
 
-/// Called with bytes pushed and bytes to push in all.
+/// Called with the bytes pushed so far and the total to push.
 pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
-/// Timeout for a caller that does not read its reply.
+/// Timeout for sending to a client that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 
-/// Timeout for the start of a reply, and for each further part.
+/// Timeout for the first message of a reply and for each further one.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// Upper bound on concurrent callers.
-const MAX_CALLERS: usize = 32;
+/// Upper bound on concurrent clients; further connections are closed.
+const MAX_CLIENTS: usize = 32;
 
 /// Request: the status of the mount.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GetStatus;
 request!(GetStatus: "mount.status", Manage, () => Status);
 
-/// Request: end the mount. Progress carries its status, the reply what is left behind.
+/// Request: unmount. Progress messages carry the mount's status, the reply what is left behind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopHow {
     /// Do not push dirty data.
@@ -41,12 +41,12 @@ pub struct StopHow {
     pub discard: bool,
     /// Keep the cache.
     pub keep_cache: bool,
-    /// Detach it from the directory tree even while it is in use (lazy unmount).
+    /// Detach the front end even while it is in use (lazy unmount).
     pub lazy: bool,
 }
 request!(StopHow: "mount.end", Manage, Status => Left);
 
-/// Listens on `path` until the process ends, and serves every caller as `peer`.
+/// Listens on `path` until the process exits; every client is served with the rights of `peer`.
 ///
 /// # Errors
 /// When the socket cannot be created.
@@ -54,9 +54,9 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
     let short = SocketPath::of(path)?;
     let listener = LocalListener::bind(short.path())?;
     let services = Arc::new(services);
-    let places = Arc::new(Semaphore::new(MAX_CALLERS));
+    let places = Arc::new(Semaphore::new(MAX_CLIENTS));
     tokio::spawn(async move {
-        // The path of the listener goes through its directory handle.
+        // Keeps the directory handle open through which the listener's path leads.
         let _short = short;
         // Never set: replies are always completed.
         let (_go, stop) = watch::channel(false);
@@ -73,7 +73,7 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
                     services.serve(peer, call).await
                 };
                 if let Err(e) = served.await {
-                    tracing::debug!("a caller: {e}");
+                    tracing::debug!("control connection: {e}");
                 }
             });
         }
@@ -81,11 +81,11 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
     Ok(())
 }
 
-/// Sends a request to the process that listens on `path`, with the timeout `limit` between messages; `progress`
-/// receives what precedes the reply.
+/// Sends a request to the process that listens on `path`, with the timeout `limit` between messages; calls
+/// `progress` with every message before the reply.
 ///
 /// # Errors
-/// When nobody listens there, the reply is cut off, or the request is refused.
+/// When no process listens there, the reply is cut off, or the request is refused.
 pub async fn ask<R: Request>(
     path: &Path,
     request: &R,
@@ -97,7 +97,7 @@ pub async fn ask<R: Request>(
     let mut calling = within(limit, begin).await?;
     loop {
         match within(limit, calling.next()).await? {
-            CallEvent::Progress(said) => progress(said),
+            CallEvent::Progress(message) => progress(message),
             CallEvent::Reply(reply) => {
                 calling.close().await;
                 return Ok(reply);
@@ -113,7 +113,7 @@ async fn within<T>(
     timeout(limit, what).await.unwrap_or_else(|_| {
         Err(NetError::TimedOut {
             peer: "the mount daemon".into(),
-            what: "its answer",
+            what: "its reply",
             after: limit,
         })
     })
@@ -146,29 +146,32 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn questions_are_answered_and_rubbish_is_not() {
+    async fn requests_are_answered_and_garbage_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
-        let mut services = Services::new(Refusal::new(Code::Unsupported, "what?"));
+        let mut services = Services::new(Refusal::new(Code::Unsupported, "unsupported"));
         services.handle::<StopHow>(Busy);
         services.handle::<GetStatus>(Refusal::new(Code::Failed, "no"));
         let peer = crate::mounts::own(Identity::generate().key());
         listen(&path, peer, services).unwrap();
-        let mut heard = Vec::new();
+        let mut reported = Vec::new();
         let how = StopHow {
             keep_cache: true,
             ..StopHow::default()
         };
-        let said = |status: Status| heard.push(status.name);
-        let left = ask(&path, &how, ANSWER_LIMIT, said).await.unwrap();
-        assert_eq!((heard, left.here.as_str()), (vec!["busy".into()], "true"));
-        let no = ask(&path, &GetStatus, ANSWER_LIMIT, |()| {}).await;
-        assert_eq!(no.unwrap_err().to_string(), "no");
-        let mut rude = tokio::net::UnixStream::connect(&path).await.unwrap();
-        rude.write_all(b"hello\nis nobody there?\n").await.unwrap();
+        let report = |status: Status| reported.push(status.name);
+        let left = ask(&path, &how, ANSWER_LIMIT, report).await.unwrap();
+        assert_eq!(
+            (reported, left.here.as_str()),
+            (vec!["busy".into()], "true")
+        );
+        let refused = ask(&path, &GetStatus, ANSWER_LIMIT, |()| {}).await;
+        assert_eq!(refused.unwrap_err().to_string(), "no");
+        let mut client = tokio::net::UnixStream::connect(&path).await.unwrap();
+        client.write_all(b"hello\nGET / HTTP/1.1\n").await.unwrap();
         let mut rest = Vec::new();
-        // A reset or end of file; nothing but the daemon's hello arrives.
-        let _ = rude.read_to_end(&mut rest).await;
+        // A reset or end of file; nothing arrives but the daemon's hello.
+        let _ = client.read_to_end(&mut rest).await;
         assert!(rest.len() < 100, "{rest:?}");
     }
 }

@@ -1,4 +1,5 @@
-//! The mount daemon: opens its disks, shows them, answers questions, and ends it in good order.
+//! The mount daemon: opens the disks of a mount, starts the front end, serves requests on the control socket, and shuts
+//! down cleanly on an unmount or a signal.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -16,42 +17,42 @@ use super::front::Shown;
 use super::left::Left;
 use super::record::{Front, Kept, Place, Record, boot};
 use super::start::Ready;
-use super::status::{State, Status};
+use super::status::{MountState, Status};
 use crate::error::{Context, Error, Result, bail, failed, one_line};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{self, Stop};
 use crate::text::{bytes, now_unix};
 
-/// How long what was written may take to reach the other site after a signal.
+/// How long pushing dirty data may take after a signal.
 const SIGNAL_PUSH_LIMIT: Duration = Duration::from_secs(20);
 
-/// How often an ending mount says how far it is.
-const TELL_EVERY: Duration = Duration::from_millis(500);
+/// Interval of progress reports during an unmount.
+const REPORT_EVERY: Duration = Duration::from_millis(500);
 
-/// How long one who need not push waits for one who does to let go.
+/// How long an unmount that does not push waits for one that pushes to give up.
 const OVERTAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the handler of questions and the end of the process share.
+/// State shared by the request handlers and the shutdown.
 struct Daemon {
     place: Place,
     record: Mutex<Record>,
     disks: Vec<Disk>,
     shown: Mutex<Option<Shown>>,
     ending: AtomicBool,
-    /// An end that waits for a push is to fail, so that another can begin.
+    /// An unmount that waits for a push has to fail, so that another can begin.
     overtaken: AtomicBool,
-    /// Told when it has ended and whoever asked for that knows.
+    /// Notified when the mount has ended and the reply to the client is sent.
     ended: Mutex<Option<oneshot::Sender<()>>>,
-    /// It has ended, by a question or with writes that may be lost.
+    /// The mount has ended: by a request, or with writes that may be lost.
     done: AtomicBool,
 }
 
-/// Keeps a mount whose lock this process holds until a signal or a question ends it. `ready` is told once that it is
-/// there.
+/// Serves a mount, whose lock this process holds, until a signal or a request ends it. `ready` is called once, when the
+/// mount is up.
 ///
 /// # Errors
-/// When the mount cannot be made; then nothing of it is left but a cache with what was not pushed.
+/// When the mount cannot be started; then nothing of it is left but a cache with dirty data.
 pub async fn keep(
     home: &Home,
     place: Place,
@@ -63,7 +64,7 @@ pub async fn keep(
     let mut stopped = stop.watch();
     let (ended, mut end) = oneshot::channel();
     let disks = open_disks(home, &place, &record).await?;
-    // Pulling has begun; now whoever waits gets something to read from.
+    // Prefetching has begun; now expose the disks to readers.
     let shown = match Shown::make(&record, &disks) {
         Ok(shown) => shown,
         Err(e) => {
@@ -93,30 +94,29 @@ pub async fn keep(
         Code::Unsupported,
         "the mount daemon does not support this request",
     ));
-    services.handle::<GetStatus>(Asked(Arc::clone(&daemon)));
-    services.handle::<StopHow>(Asked(Arc::clone(&daemon)));
-    let told_of = home
+    services.handle::<GetStatus>(Requests(Arc::clone(&daemon)));
+    services.handle::<StopHow>(Requests(Arc::clone(&daemon)));
+    let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key()), services))
         .and_then(|()| ready(&lines));
-    if let Err(e) = told_of {
-        // Nobody knows of it: it ends as it would at a signal.
+    if let Err(e) = announced {
+        // The caller was not notified and cannot unmount it: shut down as on a signal.
         tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
         return Err(e);
     }
     tokio::select! {
-        told = &mut end => { told.ok(); }
+        ended = &mut end => { ended.ok(); }
         () = signals::stopped(&mut stopped) => {
             let daemon = Arc::clone(&daemon);
-            let said = tokio::task::spawn_blocking(move || daemon.end_by_signal()).await?;
-            said?;
+            tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
         }
     }
     drop(kept);
     Ok(())
 }
 
-/// Opens every disk of the mount, all at once.
+/// Opens every disk of the mount; if one fails, closes the others.
 async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<Disk>> {
     let mut disks = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
@@ -136,7 +136,7 @@ async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<D
     Ok(disks)
 }
 
-/// Closes disks of a mount that did not come to be.
+/// Closes the disks of a mount that failed to start.
 fn close_quietly(disks: &[Disk], place: &Place) {
     for disk in disks {
         if let Err(e) = disk.close() {
@@ -145,10 +145,10 @@ fn close_quietly(disks: &[Disk], place: &Place) {
     }
 }
 
-/// Answers what the process is asked.
-struct Asked(Arc<Daemon>);
+/// Handles requests on the control socket.
+struct Requests(Arc<Daemon>);
 
-impl Handler<GetStatus> for Asked {
+impl Handler<GetStatus> for Requests {
     async fn handle(
         &self,
         _: &Peer,
@@ -159,20 +159,20 @@ impl Handler<GetStatus> for Asked {
     }
 }
 
-impl Handler<StopHow> for Asked {
+impl Handler<StopHow> for Requests {
     async fn handle(
         &self,
         _: &Peer,
         how: StopHow,
         exchange: &mut Exchange<'_, StopHow>,
     ) -> Result<Left, Refusal> {
-        let (to, mut said) = mpsc::channel(1);
+        let (reports, mut pending) = mpsc::channel(1);
         let daemon = Arc::clone(&self.0);
         let end = tokio::task::spawn_blocking(move || {
-            daemon.end(how, None, &mut |status| drop(to.try_send(status)))
+            daemon.end(how, None, &mut |status| drop(reports.try_send(status)))
         });
-        while let Some(status) = said.recv().await {
-            // Whoever asked may be gone; the end goes on.
+        while let Some(status) = pending.recv().await {
+            // The client may have disconnected; the unmount continues.
             let _ = exchange.report(&status).await;
         }
         let left = end.await.map_err(failed)?.map_err(failed)?;
@@ -191,7 +191,7 @@ impl Handler<StopHow> for Asked {
 
 impl Daemon {
     fn status(&self) -> Status {
-        // After an end that failed there may be nothing to use any more, but what is to be pushed.
+        // After a failed unmount, the front end may be gone while there is still dirty data to push.
         let ending = self.ending.load(Ordering::Relaxed) || self.shown.lock().is_none();
         let record = self.record.lock();
         Status {
@@ -201,33 +201,33 @@ impl Daemon {
             process: record.process,
             since_unix: record.since_unix,
             state: match ending {
-                true => State::Ending,
-                false => State::Up,
+                true => MountState::Ending,
+                false => MountState::Up,
             },
             disks: self.disks.iter().map(Disk::status).collect(),
         }
     }
 
-    /// Ends the mount as `how` says; what is left is returned. After an error it can be ended again: a front end that
-    /// is in use stays, one that is gone stays gone, and what was written is here or at the other site. Only an error
-    /// of a local disk's last flush ends it all the same: trying again would not bring the writes back.
+    /// Unmounts as `how` says; returns what is left behind. After an error it can be called again: a front end in use
+    /// stays up, one that was shut down stays down, and written data is in the cache or at the other site. Only if the
+    /// last flush of a local disk fails does the mount end all the same: a retry would not recover the writes.
     ///
-    /// `tell` hears all the time how it is, however long a step is silent.
+    /// `report` is called with the status at regular intervals, however long a step takes.
     fn end(
         &self,
         how: StopHow,
         limit: Option<Duration>,
-        tell: &mut dyn FnMut(Status),
+        report: &mut dyn FnMut(Status),
     ) -> Result<Left> {
         self.begin_end(how)?;
         let result = std::thread::scope(|scope| {
             let work = scope.spawn(|| self.end_once(how, limit));
-            let mut told = Instant::now();
+            let mut reported = Instant::now();
             while !work.is_finished() {
                 std::thread::sleep(Duration::from_millis(5));
-                if told.elapsed() >= TELL_EVERY {
-                    told = Instant::now();
-                    tell(self.status());
+                if reported.elapsed() >= REPORT_EVERY {
+                    reported = Instant::now();
+                    report(self.status());
                 }
             }
             work.join()
@@ -239,7 +239,7 @@ impl Daemon {
         result
     }
 
-    /// Takes the right to end it. One who need not push overtakes one who waits for that.
+    /// Makes the caller the one unmount in progress. One that does not push overtakes one that waits for a push.
     fn begin_end(&self, how: StopHow) -> Result<()> {
         let began = Instant::now();
         while self.ending.swap(true, Ordering::SeqCst) {
@@ -258,7 +258,7 @@ impl Daemon {
     }
 
     fn end_once(&self, how: StopHow, limit: Option<Duration>) -> Result<Left> {
-        // The front end first: nothing may be written after the last push began. It stays when it is busy.
+        // The front end first: nothing may be written once the last push has begun. It stays up when it is busy.
         let taken = self.shown.lock().take();
         if let Some(shown) = taken {
             if let Err(unended) = shown.end(how.lazy) {
@@ -281,7 +281,7 @@ impl Daemon {
         }
         let flushed: Vec<_> = self.disks.iter().map(Disk::flush_local).collect();
         let left: u64 = self.disks.iter().map(Disk::dirty).sum();
-        // What the other site has and nobody keeps here need not be saved here, on a disk that is full say.
+        // If there is nothing to push and no cache to keep, a failure to save it (disk full, say) does not matter.
         let keeps = left > 0 || how.keep_cache || how.offline;
         for disk in &self.disks {
             if how.discard {
@@ -304,7 +304,8 @@ impl Daemon {
         bail!("{} is unmounted, but {lost}", self.place.name())
     }
 
-    /// The devices are gone, and their names may soon be somebody else's: nobody may clear them away later.
+    /// Removes the devices, which are gone, from the record: their names may be reused, and a later cleanup must not
+    /// detach them.
     fn forget_devices(&self) {
         let mut record = self.record.lock();
         if record.devices.is_empty() {
@@ -316,14 +317,14 @@ impl Daemon {
         }
     }
 
-    /// Waits until the other sites have everything that was written.
+    /// Waits until all dirty data is pushed.
     fn push_all(&self, limit: Option<Duration>) -> Result<()> {
         let started = Instant::now();
         let pushed = std::thread::scope(|scope| {
             let push = |disk| scope.spawn(move || Disk::push(disk, limit, &self.overtaken));
             let pushes: Vec<_> = self.disks.iter().map(push).collect();
             let join = |push: std::thread::ScopedJoinHandle<'_, Result<()>>| {
-                push.join().unwrap_or_else(|_| bail!("pushing panicked"))
+                push.join().unwrap_or_else(|_| bail!("the push panicked"))
             };
             pushes.into_iter().map(join).collect::<Vec<_>>()
         });
@@ -343,10 +344,10 @@ impl Daemon {
         Ok(())
     }
 
-    /// Removes what nobody needs any more. All is closed by now: what cannot be removed is no reason to stay.
+    /// Removes what is no longer needed. Everything is closed by now, so a failure to remove it is only reported.
     fn clear_away(&self, how: StopHow, left: u64) -> Left {
         let _ = std::fs::remove_file(self.place.socket());
-        // A front end that was cut off while it was used may have written after the last push.
+        // A front end that was detached while in use may have written after the last push.
         if left > 0 && !how.discard {
             self.note_unmounted();
             return Left::here(format!(
@@ -356,26 +357,26 @@ impl Daemon {
         }
         if how.offline {
             self.note_unmounted();
-            return Left::here("the cache stays".into());
+            return Left::here("the cache is kept".into());
         }
-        let there = self.disks.iter().filter_map(Disk::untold).collect();
-        let mut said = Vec::new();
+        let there = self.disks.iter().filter_map(Disk::unnotified).collect();
+        let mut here = Vec::new();
         if left > 0 {
-            said.push(format!("{} discarded", bytes(left)));
+            here.push(format!("{} discarded", bytes(left)));
         }
         if how.keep_cache {
             self.note_unmounted();
-            said.push("the cache stays".into());
+            here.push("the cache is kept".into());
         } else if let Err(e) = self.place.remove() {
-            said.push(one_line(&e));
+            here.push(one_line(&e));
         }
         Left {
-            here: said.join("; "),
+            here: here.join("; "),
             there,
         }
     }
 
-    /// Writes down that it was ended in good order.
+    /// Records that the mount was ended cleanly.
     fn note_unmounted(&self) {
         let mut record = self.record.lock();
         record.unmounted = true;
@@ -384,10 +385,11 @@ impl Daemon {
         }
     }
 
-    /// What a signal does: the front end goes, what can be pushed in a short time is, the rest stays for the next time.
+    /// Shuts down on a signal: ends the front end and pushes for a limited time; the rest stays in the cache for the
+    /// next mount.
     fn end_by_signal(&self) -> Result<()> {
         let mut quiet = |_| {};
-        // Somebody may be ending it at this moment.
+        // A requested unmount may be in progress.
         let began = Instant::now();
         while self.ending.load(Ordering::SeqCst) {
             if began.elapsed() > SIGNAL_PUSH_LIMIT {
@@ -423,28 +425,28 @@ impl Daemon {
     }
 }
 
-/// `drover mount-daemon`: keeps a mount that is written down, for the process that started this one.
+/// `drover mount-daemon`: serves a recorded mount for the process that started this one.
 ///
 /// # Errors
-/// As `keep()`; it has been told on stdout as well.
+/// As `keep()`; they are also reported on stdout.
 pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
-    // A session of its own: what happens to the terminal it came from is no affair of the mount's.
+    // A session of its own, so that signals and hang-ups of the terminal do not reach it.
     rustix::process::setsid().ok();
-    let mut told = false;
-    let result = keep_written(home, name, |lines| {
-        told = true;
-        say(&Ready::There(lines.to_vec()))
+    let mut announced = false;
+    let result = keep_recorded(home, name, |lines| {
+        announced = true;
+        send_ready(&Ready::There(lines.to_vec()))
     })
     .await;
     if let Err(e) = &result
-        && !told
+        && !announced
     {
-        say(&Ready::Failed(e.kind() as u8, one_line(e)))?;
+        send_ready(&Ready::Failed(e.kind() as u8, one_line(e)))?;
     }
     result
 }
 
-async fn keep_written(
+async fn keep_recorded(
     home: &Home,
     name: &str,
     ready: impl FnOnce(&[String]) -> Result<()>,
@@ -461,22 +463,22 @@ async fn keep_written(
     keep(home, place, kept, record, ready).await
 }
 
-/// One line on stdout; then stdout is let go of, so that whoever reads it sees its end.
-fn say(ready: &Ready) -> Result<()> {
+/// Writes one line to stdout, and then closes stdout, so that its reader gets end of file.
+fn send_ready(ready: &Ready) -> Result<()> {
     let mut line = serde_json::to_vec(ready)?;
     line.push(b'\n');
     std::io::stdout()
         .write_all(&line)
         .context("cannot write to stdout")?;
     let null = std::fs::File::options().write(true).open("/dev/null")?;
-    rustix::stdio::dup2_stdout(&null).context("cannot let go of stdout")?;
+    rustix::stdio::dup2_stdout(&null).context("cannot close stdout")?;
     Ok(())
 }
 
-/// The error of a second unmount while the first has so many bytes to push.
+/// The error of a second unmount while the first still has `left` bytes to push.
 fn ending_already(left: u64) -> Error {
     match left {
-        // It waits for users of the mount, or for the site to close its connections.
+        // The first one waits for users of the mount, or for the site to close its connections.
         0 => Error::msg("it is already being unmounted"),
         left => Error::coded(
             Code::Unavailable,
@@ -500,7 +502,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_local_disk_whose_last_flush_fails_is_unmounted_and_said_to_have_lost_writes() {
+    fn a_local_disk_whose_last_flush_fails_is_unmounted_and_reports_lost_writes() {
         for offline in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let home = Home::create(dir.path().join("home")).unwrap();
@@ -549,7 +551,7 @@ mod tests {
                 !text.contains("pushed") && !text.contains("cache"),
                 "{text}"
             );
-            // No other code, for which whoever asked would be told to keep the cache.
+            // Any other code would make the client suggest to keep the cache.
             assert_eq!(crate::error::failed(failed).code, Code::Failed);
             assert!(daemon.done.load(Ordering::SeqCst), "the process ends");
             assert!(Place::list(&home).unwrap().is_empty());

@@ -1,5 +1,5 @@
-//! Unmounting when the mount daemon is gone: its leftovers in the system are removed, dirty data is pushed, the write
-//! lease is released, and only then is the mount's directory removed.
+//! Unmounting when the mount daemon is gone: removes its leftovers in the system, pushes dirty data, releases the write
+//! lease, and only then removes the mount's directory.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,7 +9,7 @@ use drover_net::Code;
 
 use super::control::{Progress, StopHow};
 use super::disk::Disk;
-use super::left::{Keeps, Left, Untold};
+use super::left::{Keeps, Left, Unnotified};
 use super::leftovers;
 use super::record::{Place, Record};
 use super::target::Prefetch;
@@ -17,13 +17,13 @@ use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
 use crate::text::bytes;
 
-/// Polling interval.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Interval of progress reports.
+const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// Ends the mount; returns what is left behind.
+/// Unmounts; returns what is left behind.
 ///
 /// # Errors
-/// When that is not possible now; the mount stays as it was, except for leftovers in the system.
+/// When that is not possible now; the mount remains, but leftovers in the system may already be removed.
 pub async fn end(
     home: &Home,
     place: &Place,
@@ -39,7 +39,7 @@ pub async fn end(
     if how.offline {
         note_unmounted(place, record)?;
         return Ok(Left::here(match place.dirty(images)? {
-            0 => "the cache stays".into(),
+            0 => "the cache is kept".into(),
             n => format!("{} not pushed; the next mount there pushes it", bytes(n)),
         }));
     }
@@ -59,12 +59,12 @@ pub async fn end(
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         if image.local.is_some() {
-            // A local disk already holds its writes, and its lock went with the process.
+            // Writes to a local disk are already in it, and its lock was released when the process died.
             continue;
         }
         let ours = match how.discard {
             true => {
-                // Removed first: its image may no longer exist, in which case notifying the site fails.
+                // Removed first: the image may no longer exist, and then opening it to release the lease fails.
                 if let Err(e) = place.remove_cache(index) {
                     tracing::warn!("{e:#}");
                 }
@@ -76,7 +76,7 @@ pub async fn end(
             Ok(disk) => {
                 let progress = Arc::clone(&progress);
                 let finished =
-                    move || finish(&disk, how.discard, &progress).map(|()| disk.untold());
+                    move || finish(&disk, how.discard, &progress).map(|()| disk.unnotified());
                 there.extend(tokio::task::spawn_blocking(finished).await??);
             }
             Err(e) if ours > 0 => {
@@ -91,9 +91,9 @@ pub async fn end(
             }
             Err(e) => {
                 tracing::debug!("{image}: {e:#}");
-                // The lease of a dead reader has expired or soon will.
+                // The read lease of a dead mount has expired or soon will.
                 if !record.how.read_only {
-                    there.push(Untold {
+                    there.push(Unnotified {
                         site: image.peer.clone(),
                         image: image.image.clone(),
                         keeps: match e.kind() {
@@ -105,25 +105,25 @@ pub async fn end(
             }
         }
     }
-    let mut said = Vec::new();
+    let mut here = Vec::new();
     if how.discard && dirty > 0 {
-        said.push(format!("{} discarded", bytes(dirty)));
+        here.push(format!("{} discarded", bytes(dirty)));
     }
     if how.keep_cache {
         note_unmounted(place, written_down)?;
-        said.push("the cache stays".into());
+        here.push("the cache is kept".into());
     } else {
         if !how.discard {
-            // Checked again, because removal is final.
+            // Checked again, because the removal cannot be undone.
             let left = place.dirty(images)?;
             if left > 0 {
-                bail!("{} have still not been pushed; try again", bytes(left));
+                bail!("{} still not pushed; try again", bytes(left));
             }
         }
         place.remove()?;
     }
     Ok(Left {
-        here: said.join("; "),
+        here: here.join("; "),
         there,
     })
 }
@@ -137,7 +137,7 @@ fn note_unmounted(place: &Place, record: &Record) -> Result<()> {
     })
 }
 
-/// Pushes the dirty data of a disk, and closes it.
+/// Pushes (or discards) the dirty data of a disk and closes it.
 fn finish(disk: &Disk, discard: bool, progress: &Progress) -> Result<()> {
     if discard {
         disk.discard();
@@ -154,7 +154,7 @@ fn push(disk: &Disk, progress: &Progress) -> Result<()> {
     std::thread::scope(|scope| {
         let push = scope.spawn(|| disk.push(None, &AtomicBool::new(false)));
         while !push.is_finished() {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(REPORT_EVERY);
             progress(most.saturating_sub(disk.dirty()), most);
         }
         match push.join() {
@@ -164,7 +164,7 @@ fn push(disk: &Disk, progress: &Progress) -> Result<()> {
                     bytes(disk.dirty())
                 )
             }),
-            Err(_) => bail!("pushing panicked"),
+            Err(_) => bail!("the push panicked"),
         }
     })
 }

@@ -1,4 +1,5 @@
-//! From a target to a device: an image over the network with or without a cache, one of this site, or a local disk.
+//! Opens a target as a block device: an image over the network, with or without a cache, an image of this site, or a
+//! local disk.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use drover_store::lease::{Access, MountId};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
-use super::left::{Keeps, Untold};
+use super::left::{Keeps, Unnotified};
 use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
@@ -32,44 +33,44 @@ use crate::remote::find_peer;
 use crate::site;
 use crate::text::bytes;
 
-/// How long the other site may take to be there at the start.
+/// Timeout of the first connection to the other site.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
-/// And when there is a cache, so that the mount can begin without it.
+/// The same when there is a cache, with which the mount can start offline.
 const OFFLINE_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long a request that nothing here can answer waits for a site.
+/// How long a request waits for the link when there is no cache.
 const DIRECT_LIMIT: Duration = Duration::from_secs(20);
 
-/// How long pushing may make no progress before an unmount gives it up.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a push may make no progress before an unmount gives up.
+const PUSH_STALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// Bytes on the link that count as progress: more than what keeps it alive.
+/// Bytes sent on the link that count as progress: more than keep-alive traffic.
 const PROGRESS: u64 = 16 << 10;
 
-/// How often is looked whether pushing goes on.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Interval at which a waiter checks the progress of a push.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long saying goodbye may take.
+/// Timeout of the close request, which releases the lease.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// A disk that is open.
+/// An open disk.
 pub struct Disk {
     target: Target,
     mode: &'static str,
     device: Arc<dyn BlockDevice>,
     kind: Kind,
     closed: AtomicBool,
-    /// The site had refused to go on before it was closed.
+    /// The link was permanently down ([`Link::Gone`]) before the disk was closed.
     gone: AtomicBool,
 }
 
 enum Kind {
-    /// A file or directory of this machine, which no site knows; locked until it is closed.
+    /// A local file or directory, outside any site; locked until it is closed.
     Local(local::Lock),
-    /// Everything goes to the other site, or to this one for its own images.
+    /// No cache: every request goes to the site that has the image.
     Direct(Arc<Client>),
-    /// A cache is in front of the other site.
+    /// A cache in front of the other site.
     Managed {
         managed: Managed,
         client: Arc<Client>,
@@ -77,7 +78,7 @@ enum Kind {
     },
 }
 
-/// How the bytes of a target are reached, in a word.
+/// The mode of a target, as in [`DiskStatus::mode`].
 pub fn mode(image: &Target, how: &How) -> &'static str {
     match (&image.local, &image.peer, how.direct) {
         (Some(local), _, _) => local.mode(),
@@ -87,10 +88,10 @@ pub fn mode(image: &Target, how: &How) -> &'static str {
     }
 }
 
-/// Finds out early what cannot be.
+/// Checks the targets and options before anything is created.
 ///
 /// # Errors
-/// A peer that is not known, an order that cannot be read, or written later.
+/// For an unknown peer, a prefetch order that cannot be read or recorded, or a local disk that is refused.
 pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
     if let Prefetch::File(path) = &how.prefetch {
         read_order(path)?;
@@ -115,10 +116,10 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
 }
 
 impl Disk {
-    /// Opens the image with number `index` of a mount; when the other site cannot be reached, from what is here.
+    /// Opens the target at `index` of a mount's record; from its cache if the other site is unreachable.
     ///
     /// # Errors
-    /// What stands in the way, for a person.
+    /// When it cannot be opened, with a message for the user.
     pub async fn open(
         home: &Home,
         place: &Place,
@@ -129,7 +130,7 @@ impl Disk {
         Disk::open_by(home, place, record, index, image, true).await
     }
 
-    /// The same, but only when the site can be reached unless `offline`.
+    /// The same; unless `offline`, the site has to be reachable.
     ///
     /// # Errors
     /// As [`Disk::open`].
@@ -181,7 +182,7 @@ impl Disk {
             && found.image.is_none()
             && (found.dirty == 0 || before.is_err())
         {
-            // It does not say of which image it is.
+            // Its image is unknown.
             forget_former(place, index, found.dirty, before.as_ref().err())?;
             left = None;
         }
@@ -242,8 +243,8 @@ impl Disk {
                     ))
                 }
                 Err(e) => {
-                    // The right to write stays only with what is to be pushed: nobody could give it back later.
-                    // What belongs to an image that is no more never can be.
+                    // Keep the lease only for dirty data that can still be pushed: without it, no later unmount would
+                    // release the lease. Dirty data of a replaced image can never be pushed.
                     if dirty == 0 || replaced {
                         close_client(&client);
                     }
@@ -273,12 +274,12 @@ impl Disk {
         Disk::new(image, "file", device, Kind::Local(local::Lock::File(lock)))
     }
 
-    /// The device to show.
+    /// The block device.
     pub fn device(&self) -> Arc<dyn BlockDevice> {
         Arc::clone(&self.device)
     }
 
-    /// How it is.
+    /// Its status.
     pub fn status(&self) -> DiskStatus {
         let mut status = DiskStatus {
             image: self.target.to_string(),
@@ -313,7 +314,7 @@ impl Disk {
         status
     }
 
-    /// Bytes that the other site does not have.
+    /// Dirty bytes: not yet pushed to the other site.
     pub fn dirty(&self) -> u64 {
         match &self.kind {
             Kind::Local(_) | Kind::Direct(_) => 0,
@@ -321,7 +322,7 @@ impl Disk {
         }
     }
 
-    /// The link to the site that has the image; none for a local disk.
+    /// The client of the site that has the image; `None` for a local disk.
     fn client(&self) -> Option<&Client> {
         match &self.kind {
             Kind::Local(_) => None,
@@ -329,7 +330,7 @@ impl Disk {
         }
     }
 
-    /// The set of writes that is on its way to the other site.
+    /// The push in progress; `None` without a cache.
     fn pushing(&self) -> Option<Pushing> {
         match &self.kind {
             Kind::Local(_) | Kind::Direct(_) => None,
@@ -337,31 +338,32 @@ impl Disk {
         }
     }
 
-    /// Bytes that have left for the other site.
+    /// Bytes sent to the other site.
     pub fn sent(&self) -> u64 {
         self.client().map_or(0, |client| client.traffic().sent)
     }
 
-    /// What the site keeps for this disk, which is closed, as it could not be told so.
-    pub fn untold(&self) -> Option<Untold> {
+    /// After [`Disk::close`]: the lease that may remain, if the site could not be notified.
+    pub fn unnotified(&self) -> Option<Unnotified> {
         let keeps = match (self.client()?.was_released(), &self.gone) {
             (true, _) => return None,
             (_, gone) if gone.load(Ordering::Acquire) => Keeps::Unknown,
             _ if self.device.capabilities().read_only => Keeps::Read,
             _ => Keeps::Write,
         };
-        Some(Untold {
+        Some(Unnotified {
             site: self.target.peer.clone(),
             image: self.target.image.clone(),
             keeps,
         })
     }
 
-    /// Waits until the other site has everything that was written.
+    /// Pushes all dirty data to the other site and waits until that is done.
     ///
     /// # Errors
-    /// Why it has not, at the latest after `limit`, or when nothing has moved for [`PATIENCE`] (but a site that has all
-    /// of an epoch, and makes it durable, is waited for while the link is up), or as soon as `give_up` is set. What was not pushed is still here.
+    /// When the push fails, takes longer than `limit`, or makes no progress for [`PUSH_STALL_LIMIT`] (except while a
+    /// site that has all data of an epoch makes it durable and the link is up), or as soon as `give_up` is set. Data
+    /// that was not pushed is still in the cache.
     pub fn push(&self, limit: Option<Duration>, give_up: &AtomicBool) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return match self.dirty() {
@@ -378,24 +380,24 @@ impl Disk {
                 managed, client, ..
             } => {
                 let pusher = managed.push.clone();
-                let (say, hear) = std::sync::mpsc::channel();
+                let (result, done) = std::sync::mpsc::channel();
                 std::thread::Builder::new()
                     .name("push".into())
-                    .spawn(move || say.send(pusher.sync()))?;
-                self.wait_for_push(client, &hear, limit, give_up)
+                    .spawn(move || result.send(pusher.sync()))?;
+                self.wait_for_push(client, &done, limit, give_up)
             }
         }
     }
 
-    /// Whether it is a file or directory of this machine.
+    /// Whether it is a local file or directory.
     pub fn is_local(&self) -> bool {
         matches!(self.kind, Kind::Local(_))
     }
 
-    /// Makes what was written to a file or directory of this machine durable.
+    /// Makes writes to a local file or directory durable; does nothing for an image.
     ///
     /// # Errors
-    /// When writes may be lost. It cannot be tried again: the kernel may have dropped them.
+    /// When writes may be lost. A retry does not help: the kernel may have dropped them.
     pub fn flush_local(&self) -> Result<()> {
         match &self.kind {
             Kind::Local(_) if !self.closed.load(Ordering::Acquire) => self
@@ -409,27 +411,28 @@ impl Disk {
     fn wait_for_push(
         &self,
         client: &Client,
-        hear: &Receiver<Result<(), DeviceError>>,
+        done: &Receiver<Result<(), DeviceError>>,
         limit: Option<Duration>,
         give_up: &AtomicBool,
     ) -> Result<()> {
         let began = Instant::now();
         let (mut seen, mut moved) = ((self.dirty(), self.sent()), began);
         loop {
-            match hear.recv_timeout(LOOK_EVERY) {
-                // Then nothing is left to push, whatever the link's state.
+            match done.recv_timeout(POLL_INTERVAL) {
+                // Nothing is left to push, so an error of the link does not matter.
                 Ok(Err(e)) if self.dirty() == 0 => {
                     tracing::info!("{}: {e}", self.target);
                     return Ok(());
                 }
-                Ok(done) => return Ok(done?),
+                Ok(result) => return Ok(result?),
                 Err(RecvTimeoutError::Disconnected) => bail!("the push ended without a result"),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = (self.dirty(), self.sent());
             let link = client.link();
-            let seals = matches!(link, Link::Up(_)) && self.pushing().is_some_and(|p| is_there(&p));
-            if seals || now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
+            let sealing =
+                matches!(link, Link::Up(_)) && self.pushing().is_some_and(|p| is_staged(&p));
+            if sealing || now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
                 (seen, moved) = (now, Instant::now());
             }
             let link = match link {
@@ -440,8 +443,8 @@ impl Disk {
             if give_up.load(Ordering::Acquire) {
                 bail!("another unmount has overtaken this one");
             }
-            if moved.elapsed() > PATIENCE {
-                bail!("no progress for {} s{link}", PATIENCE.as_secs());
+            if moved.elapsed() > PUSH_STALL_LIMIT {
+                bail!("no progress for {} s{link}", PUSH_STALL_LIMIT.as_secs());
             }
             if let Some(limit) = limit
                 && began.elapsed() > limit
@@ -451,11 +454,11 @@ impl Disk {
         }
     }
 
-    /// Closes it. The right to write goes back to the site unless something is still to be pushed there. Closed again,
-    /// what could not be kept the first time is tried once more.
+    /// Closes the disk, and releases the lease unless dirty data is left to push. Closing again retries to save the
+    /// cache, if that failed.
     ///
     /// # Errors
-    /// When what is here cannot be kept.
+    /// When the cache cannot be saved.
     pub fn close(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) {
             return match &self.kind {
@@ -473,7 +476,7 @@ impl Disk {
             Kind::Managed {
                 managed, record, ..
             } => {
-                // The order is only of use for a faster next time: no reason to keep a mount from ending.
+                // The order only speeds up the next mount: a failure must not prevent the unmount.
                 if let Some(path) = record
                     && let Err(e) = write_order(&managed.pull, path)
                 {
@@ -485,7 +488,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Closes it without keeping what was written and not pushed, and gives the right to write back.
+    /// Closes the disk without regard to dirty data, and releases the lease.
     pub fn discard(&self) {
         if let Err(e) = self.close() {
             tracing::warn!("{}: {e:#}", self.target);
@@ -496,12 +499,12 @@ impl Disk {
     }
 }
 
-/// Whether the other site has all of the set that is on its way, and has only to make it count.
-fn is_there(pushing: &Pushing) -> bool {
+/// Whether the other site has staged all data of the push in progress and only has to commit it.
+fn is_staged(pushing: &Pushing) -> bool {
     pushing.bytes > 0 && pushing.staged == pushing.bytes
 }
 
-/// What the site said the last time; none when it was never asked.
+/// The site's metadata of the image from an earlier mount; `None` when there was none.
 fn remembered(place: &Place, index: usize) -> Result<Option<Opened>> {
     let known = known::read(&place.known(index));
     if let Err(e) = &known {
@@ -510,13 +513,14 @@ fn remembered(place: &Place, index: usize) -> Result<Option<Opened>> {
     known
 }
 
-/// Takes a cache away that does not say of which image it is, as those of former versions, and that nothing else says it of.
+/// Removes a cache of an unknown image: earlier versions did not record the image in the cache, and `known` does not
+/// have it either. Refused when the cache has dirty data.
 fn forget_former(place: &Place, index: usize, dirty: u64, why: Option<&Error>) -> Result<()> {
     let cache = place.cache(index);
     if dirty > 0 {
         let why = why.map(|e| format!(" ({e:#})")).unwrap_or_default();
         bail!(
-            "{} was written by an earlier version of drover and has {} that were not pushed, of an unknown image{why}; push them with that version, or discard them with `drover unmount {} --discard`",
+            "{} was written by an earlier version of drover and has {} of unpushed data of an unknown image{why}; push it with that version, or discard it with `drover unmount {} --discard`",
             cache.display(),
             bytes(dirty),
             place.name()
@@ -529,25 +533,25 @@ fn forget_former(place: &Place, index: usize, dirty: u64, why: Option<&Error>) -
     place.remove_cache(index)
 }
 
-/// Takes a cache away that is of another image or was cut otherwise.
+/// Removes a cache of another image or with another chunk size. Refused when it has dirty data.
 fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
     let cache = place.cache(index);
     if dirty > 0 {
         bail!(
-            "the image was replaced at the other site, or --chunk has changed, and {} of {} that were not pushed belong to the old image; `drover unmount {} --discard` discards them",
+            "the image was replaced at the other site, or the chunk size has changed: {} of unpushed data in {} belong to the old image; `drover unmount {} --discard` discards them",
             bytes(dirty),
             cache.display(),
             place.name()
         );
     }
     tracing::info!(
-        "{}: the cache is of another image and is replaced by an empty one",
+        "{}: the cache is of another image or chunk size and is replaced by an empty one",
         place.name()
     );
     place.remove_cache(index)
 }
 
-/// Says of an image that could not be opened what can be done.
+/// The error for an image that cannot be opened, with the way out.
 fn unopened(error: MountError, image: &Target) -> Error {
     match error {
         MountError::Refused(refusal) if refusal.code == Code::NotFound => {
@@ -564,7 +568,7 @@ fn unopened(error: MountError, image: &Target) -> Error {
     }
 }
 
-/// Opens the cache of an image, and begins to pull.
+/// Opens the cache of an image and starts prefetching.
 fn open_cache(
     client: &Arc<Client>,
     how: &How,
@@ -606,17 +610,18 @@ fn read_order(path: &Path) -> Result<String> {
         .with_context(|| format!("cannot read the prefetch order {}", path.display()))
 }
 
-/// The chunks that a disk without a cache needs first: asked for with the open, before its size is known.
+/// The chunks that a mount with an empty cache needs first: requested together with the open, before the size of the
+/// image is known.
 fn wanted(how: &How) -> Vec<u64> {
     let any = Shape {
         size: MAX_SIZE,
         chunk: how.chunk,
     };
     let first = match &how.prefetch {
-        // What readers ask for only, and that is not known.
+        // Only what readers request is fetched, and that is not known yet.
         Prefetch::None => Vec::new(),
         Prefetch::Sequential => vec![Chunks { first: 0, count: 8 }],
-        // Whoever opens the cache says what is wrong with it.
+        // Errors are reported when the cache is opened.
         Prefetch::File(path) => match read_order(path) {
             Ok(text) => match Order::parse(&text, any) {
                 Ok(Order::List(runs)) => runs,
@@ -629,7 +634,7 @@ fn wanted(how: &How) -> Vec<u64> {
     chunks.take(MAX_WANTED).collect()
 }
 
-/// More are not asked for with an open.
+/// Upper bound on the chunks requested with an open; see [`client::Options::wanted`].
 const MAX_WANTED: usize = 8;
 
 /// Writes the order in which chunks were first read.
@@ -639,10 +644,10 @@ fn write_order(pull: &PullHandle, path: &Path) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// The mount's number for one of its images.
+/// The identifier under which the mount leases the image at `index`.
 fn mount_id(record: &Record, index: usize) -> MountId {
     let mut id = record.id;
-    // Leases are of images: two images of one mount need no two secrets, only two numbers.
+    // Each image needs its own identifier, but not its own secret.
     id[15] ^= u8::try_from(index).unwrap_or(u8::MAX);
     MountId(id)
 }
@@ -660,22 +665,21 @@ fn fill_traffic(status: &mut DiskStatus, remote: &dyn Remote) {
     };
 }
 
-/// Says goodbye to the site, for as long as that may take, and gives the right to write back.
+/// Closes the session with the site, which releases the lease; waits up to [`CLOSE_LIMIT`].
 fn close_client(client: &Client) {
-    let (say, hear) = std::sync::mpsc::channel();
+    let (send, receive) = std::sync::mpsc::channel();
     client.close(Box::new(move |result| {
-        let _ = say.send(result);
+        let _ = send.send(result);
     }));
-    match hear.recv_timeout(CLOSE_LIMIT) {
+    match receive.recv_timeout(CLOSE_LIMIT) {
         Ok(Ok(())) => {}
-        // See `Disk::untold`.
-        Ok(Err(e)) => tracing::warn!("the site was not told that the mount has ended: {e}"),
-        Err(_) => tracing::warn!("the site was not told that the mount has ended: no answer"),
+        // See `Disk::unnotified`.
+        Ok(Err(e)) => tracing::warn!("could not notify the site that the mount has ended: {e}"),
+        Err(_) => tracing::warn!("could not notify the site that the mount has ended: no reply"),
     }
 }
 
-/// Takes the directory of a mount that never came to be away, unless something is in it that nobody else has, or that
-/// was there `before`.
+/// Removes the directory of a mount that failed to start, unless it holds dirty data or the mount existed `before`.
 pub fn forget_if_empty(place: &Place, record: &Record, before: bool) {
     let Ok(Some(_kept)) = place.keep() else {
         return;

@@ -1,4 +1,4 @@
-//! Ending a mount by asking its process, or clearing away what a dead one left.
+//! Unmounting: by a request to the mount daemon, or by cleanup when the daemon is gone.
 
 use std::time::{Duration, Instant};
 
@@ -12,13 +12,13 @@ use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::text::clean;
 
-/// How long a process whose mount has ended may take to go.
+/// How long the mount daemon may take to exit after its last reply.
 const GONE_LIMIT: Duration = Duration::from_secs(5);
 
-/// The mount that a person means by `what`: its name, path, device or socket.
+/// Finds the mount with the name, path, device or socket `what`.
 ///
 /// # Errors
-/// When there is none, there are several, or what is written down of it is damaged.
+/// When no mount or several mounts match, or the record of the match is damaged.
 pub fn find(home: &Home, what: &str) -> Result<Written> {
     let (listed, damaged) = Place::list_all(home)?;
     if let Some((_, why)) = damaged.into_iter().find(|(place, _)| place.name() == what) {
@@ -28,7 +28,7 @@ pub fn find(home: &Home, what: &str) -> Result<Written> {
         .into_iter()
         .filter(|(_, record)| record.is_meant_by(what))
         .collect();
-    // A dead mount beside a living one at the same path is not who is meant.
+    // Of several mounts at the same path, only those with a running daemon are candidates.
     if meant.len() > 1 {
         meant.retain(|(place, _)| place.is_kept());
     }
@@ -45,10 +45,10 @@ pub fn find(home: &Home, what: &str) -> Result<Written> {
     }
 }
 
-/// Ends a mount: by its process, or by clearing away what a dead one left.
+/// Unmounts: by a request to the mount daemon, or by cleanup when the daemon is gone.
 ///
 /// # Errors
-/// When it is in use, or what was written cannot be pushed.
+/// When the mount is in use, or its dirty data cannot be pushed.
 pub async fn end(
     home: &Home,
     (place, record): &Written,
@@ -59,17 +59,17 @@ pub async fn end(
         return super::dead::end(home, place, record, how, progress).await;
     }
     let mut most = 0;
-    let said = |status: Status| {
+    let report = |status: Status| {
         let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
         most = most.max(dirty);
         progress(most - dirty, most);
     };
-    let left = control::ask(&place.socket(), &how, control::ANSWER_LIMIT, said).await;
+    let left = control::ask(&place.socket(), &how, control::ANSWER_LIMIT, report).await;
     let left = left.map_err(|e| match e {
         Error::Net(NetError::Refused(refusal)) => Error::Refused(refusal),
         e => unanswered(e, place, record),
     })?;
-    // It holds the mount's lock until it is gone; whoever mounts there next is not to be told that it is there.
+    // The daemon holds the mount's lock until it exits; until then, a new mount there would be refused as in use.
     let began = Instant::now();
     while place.is_kept() && began.elapsed() < GONE_LIMIT {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -77,7 +77,7 @@ pub async fn end(
     Ok(left)
 }
 
-/// The mount daemon did not answer.
+/// The error when the mount daemon did not reply.
 fn unanswered(e: Error, place: &Place, record: &Record) -> Error {
     e.context(format!(
         "cannot unmount {}: its process does not respond; see {}; `kill {}` ends the process cleanly; if that fails, use `kill -9` and unmount again: flushed data is not lost",

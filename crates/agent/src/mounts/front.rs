@@ -1,4 +1,4 @@
-//! Front ends of a mount: exposes disks as a file, over NBD, or as a kernel block device.
+//! Front ends of a mount: expose disks as a file, over NBD or as a kernel block device.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::record::{Driver, Front, Record};
 use super::target::{Listen, Target};
 use crate::error::{Error, Result, bail, one_line};
 
-/// How long an unmount waits for connections that are closing.
+/// How long an unmount waits for NBD connections that are closing.
 const CLOSING: Duration = Duration::from_secs(2);
 
 /// A running front end.
@@ -41,10 +41,10 @@ pub enum Shown {
 }
 
 impl Shown {
-    /// Starts the front end that the record asks for.
+    /// Starts the front end of the record.
     ///
     /// # Errors
-    /// Why it cannot be started; nothing is left of it then.
+    /// When it cannot be started; nothing is left of it then.
     pub fn make(record: &Record, disks: &[Disk]) -> Result<Shown> {
         match &record.front {
             Front::File { path, device } => file(record, path, *device, only(disks)?),
@@ -78,7 +78,7 @@ impl Shown {
         }
     }
 
-    /// Its paths or addresses, one per line, the most useful first.
+    /// Its paths or addresses.
     pub fn lines(&self, record: &Record) -> Vec<String> {
         match self {
             Shown::File { device, mount } => match device {
@@ -99,10 +99,10 @@ impl Shown {
         }
     }
 
-    /// Shuts it down; when it is in use, returns what remains along with the reason.
+    /// Shuts the front end down, when `lazy` even while it is in use.
     ///
     /// # Errors
-    /// The users of the front end.
+    /// When it is in use or cannot be shut down: what remains of it, and the reason.
     pub fn end(self, lazy: bool) -> Result<(), Box<Unended>> {
         match self {
             Shown::File {
@@ -122,7 +122,7 @@ impl Shown {
                 }
                 drop(device.take());
                 let ended = if lazy {
-                    // Readers that have it open must get I/O errors rather than hang on a closed disk.
+                    // Processes that have it open must get I/O errors rather than hang on a closed disk.
                     match mount.unmount_at_once() {
                         Err(fuse::FuseError::Busy { .. }) => mount.abort(),
                         other => other,

@@ -22,10 +22,10 @@ use crate::error::{Context, Error, Result, bail};
 /// Connections between the kernel's NBD client and the server in this process.
 const CONNECTIONS: usize = 2;
 
-/// Part of a request's timeout beyond the time it may wait for the link.
+/// Margin of the request timeout beyond the time that a request may wait for the link.
 const MARGIN: Duration = Duration::from_secs(60);
 
-/// Upper bound on the timeout: it must fit in the kernel's tick counter.
+/// Upper bound on the request timeout: it must fit in the kernel's tick counter.
 const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
 /// Chooses the driver: the requested one, else that of `device`, else the first that the kernel has.
@@ -36,7 +36,7 @@ pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
     let named = device.map(driver_of).transpose()?;
     match (wanted, named) {
         (Some(wanted), Some(named)) if wanted != named => Err(Error::usage(
-            "--device is a device of the other driver; omit --as",
+            "the requested device is a device of the other driver; omit the driver or the device",
         )),
         (Some(driver), _) | (None, Some(driver)) => Ok(driver),
         (None, None) => {
@@ -48,7 +48,7 @@ pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
             }
             match without_ublk {
                 ublk::Error::Missing { .. } => bail!(
-                    "this kernel has neither ublk nor nbd: as root, modprobe ublk_drv (or nbd), or use `drover mount --device`, which needs neither"
+                    "this kernel has neither ublk nor nbd: as root, modprobe ublk_drv (or nbd), or mount the image with a loop device, which needs neither"
                 ),
                 other => bail!("this kernel has no nbd (modprobe nbd), and {other}"),
             }
@@ -70,7 +70,7 @@ fn driver_of(device: &Path) -> Result<Driver> {
     }
 }
 
-/// Identifies a device as this mount's, also after a crash, and to a person who looks into sysfs.
+/// The identifier in sysfs by which a device is recognized as this mount's, also after a crash.
 fn identifier(record: &Record) -> String {
     let id: String = record.id.iter().map(|b| format!("{b:02x}")).collect();
     format!("drover {} {id}", record.name)
@@ -85,7 +85,7 @@ fn request_timeout(give_up_after: Duration) -> Duration {
         .min(MAX_TIMEOUT)
 }
 
-/// A device of the kernel's NBD client. The fields are dropped in their order.
+/// A device of the kernel's NBD client. Drop order matters: the device is detached before the server stops.
 pub struct KernelNbd {
     local: kernel_nbd::Local,
     server: nbd::Server,
@@ -96,7 +96,7 @@ impl KernelNbd {
     /// Attaches `wanted`, or any free device, under the identifier of the record's mount.
     ///
     /// # Errors
-    /// Why it cannot be attached; nothing stays attached then.
+    /// When it cannot be attached; nothing stays attached then.
     pub fn attach(record: &Record, wanted: Option<PathBuf>, export: nbd::Export) -> Result<Self> {
         let name = export.name.clone();
         let server = nbd::Server::new(vec![export], nbd::ServerOptions::default())?;
@@ -105,7 +105,7 @@ impl KernelNbd {
             kernel_nbd::Options {
                 device: wanted,
                 timeout: Some(request_timeout(record.how.give_up_after)),
-                // Nothing will reconnect it: see the module's documentation.
+                // It is never reconnected: see the module's documentation.
                 dead_conn_timeout: None,
                 identifier: Some(identifier.clone()),
                 ..options
@@ -124,10 +124,10 @@ impl KernelNbd {
         self.local.path()
     }
 
-    /// Detaches.
+    /// Detaches the device and stops the server and the guard.
     ///
     /// # Errors
-    /// Why it stays attached.
+    /// When the device cannot be detached; it stays attached then.
     pub fn detach(&mut self, how: Detach) -> Result<()> {
         self.local.detach(how)?;
         self.server.stop();
@@ -139,7 +139,7 @@ impl KernelNbd {
 /// Creates a ublk device.
 ///
 /// # Errors
-/// Why it cannot be attached; nothing stays attached then.
+/// When it cannot be attached; nothing stays attached then.
 pub fn attach_ublk(
     record: &Record,
     wanted: Option<PathBuf>,
@@ -156,8 +156,8 @@ pub fn attach_ublk(
     Ok(ublk::attach(device, &options)?)
 }
 
-/// Detaches what the dead process of a mount left attached, after checking that it is this mount's: the device numbers
-/// may have been reused.
+/// Detaches the devices that the dead daemon of a mount left attached. They are found by their identifier: device
+/// numbers may have been reused.
 ///
 /// # Errors
 /// When the device is still mounted (the kernel frees it with its last user), or for a kernel error.
@@ -198,7 +198,7 @@ fn detach(path: &Path, driver: Driver) -> Result<()> {
     })
 }
 
-/// Ignores that another process has detached it already.
+/// Ignores that another process has already detached the device.
 fn gone(detached: Result<(), kernel_nbd::Error>) -> Result<()> {
     match detached {
         Ok(()) | Err(kernel_nbd::Error::NotAttached { .. }) => Ok(()),
@@ -215,7 +215,7 @@ struct Guard {
 
 impl Guard {
     fn start(device: &Path, identifier: &str) -> Result<Guard> {
-        let program = std::env::current_exe().context("cannot find the program itself")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let mut process = Command::new(program)
             .arg("guard")
             .arg(identifier)
@@ -228,12 +228,12 @@ impl Guard {
         Ok(Guard { process, pipe })
     }
 
-    /// Ends the guard, because the device is detached.
+    /// Ends the guard process once the device is detached.
     fn dismiss(&mut self) {
         drop(self.pipe.take());
-        // The guard finds no device of this mount, and exits.
+        // At end of file, the guard finds no device of this mount and exits.
         if let Err(e) = self.process.wait() {
-            tracing::warn!("the guard of a device: {e}");
+            tracing::warn!("cannot wait for the guard process: {e}");
         }
     }
 }
@@ -254,18 +254,18 @@ pub fn guard(identifier: &str) -> Result<()> {
     // Ctrl-C in a terminal is for the mount daemon, which shuts down cleanly.
     rustix::process::setsid().ok();
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())
-        .context("cannot wait for the process that keeps the device")?;
+        .context("cannot wait for the process that serves the device")?;
     for path in found(identifier, Driver::Nbd)? {
         detach(&path, Driver::Nbd)?;
     }
     Ok(())
 }
 
-/// Lets this process and all threads and processes it starts from now on allocate memory without waiting for write-back
-/// of the disk that it serves, which would deadlock. Needs a privilege that not every user has.
+/// Makes this process, and all threads and processes it starts from now on, an I/O flusher: its memory allocations do
+/// not wait for write-back to the disk that it serves, which would deadlock. Needs `CAP_SYS_RESOURCE`.
 pub fn survive_write_back() {
     if let Err(e) = rustix::process::configure_io_flusher_behavior(true) {
-        tracing::debug!("not an I/O flusher ({e}): for devices of the kernel, root is needed");
+        tracing::debug!("cannot become an I/O flusher ({e}): kernel block devices need root");
     }
 }
 
@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_says_its_driver() {
+    fn a_device_path_selects_its_driver() {
         let choose = |choice, device: &str| choose(choice, Some(Path::new(device)));
         assert_eq!(choose(None, "/dev/nbd3").unwrap(), Driver::Nbd);
         assert_eq!(choose(None, "/dev/ublkb3").unwrap(), Driver::Ublk);
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_given_up_here_before_the_kernel_gives_them_up() {
+    fn requests_time_out_here_before_they_do_in_the_kernel() {
         for seconds in [0, 1, 600] {
             let give_up = Duration::from_secs(seconds);
             assert!(request_timeout(give_up) >= give_up + MARGIN);

@@ -1,4 +1,5 @@
-//! Image metadata from the other site, kept next to the cache so that a mount can start while that site is unreachable.
+//! Image metadata from the other site, stored next to the cache, so that a mount can start while that site is
+//! unreachable.
 //! Layout: `docs/format/mount-known.md`.
 
 use std::path::Path;
@@ -16,7 +17,7 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 4096,
 };
 
-/// Writes it durably.
+/// Writes the metadata durably.
 ///
 /// # Errors
 /// When the file cannot be written.
@@ -25,10 +26,10 @@ pub fn write(path: &Path, opened: &Opened) -> Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Reads it; `None` when there is none.
+/// Reads the metadata; `None` when the file does not exist.
 ///
 /// # Errors
-/// When it cannot be read, is damaged or of another version.
+/// When the file cannot be read, is damaged or has another version.
 pub fn read(path: &Path) -> Result<Option<Opened>> {
     let bytes = FORMAT.read(path);
     let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
@@ -50,7 +51,7 @@ mod tests {
     use drover_store::lease::Identity;
 
     #[test]
-    fn it_comes_back_whole_or_not_at_all() {
+    fn metadata_is_read_back_intact_or_not_at_all() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("known");
         assert_eq!(read(&path).unwrap(), None);

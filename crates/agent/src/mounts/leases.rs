@@ -14,14 +14,14 @@ use crate::home::Home;
 use crate::remote::Call;
 use crate::site;
 
-/// An image that is mounted or leased, as reported to users.
+/// A mounted or leased image, as reported to users.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Held {
     /// The image's name.
     pub image: String,
     /// The holder of the write lease.
     pub writer: Option<Writer>,
-    /// Mounts that are connected.
+    /// The peers of connected mounts.
     pub connected: Vec<String>,
     /// Why the lease cannot be read.
     pub problem: Option<String>,
@@ -40,14 +40,14 @@ pub struct Writer {
     pub since_unix: u64,
 }
 
-/// The lease that was broken.
+/// The write lease that was revoked.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Broken {
     /// The image's name.
     pub image: String,
     /// The former holder.
     pub writer: Option<Writer>,
-    /// The lease file was damaged, and was replaced.
+    /// The lease file was damaged and was replaced.
     pub damaged: bool,
 }
 
@@ -67,7 +67,7 @@ impl From<Holder> for Writer {
 pub struct ListLeases;
 request!(ListLeases: "lease.list", Manage, () => Vec<Held>);
 
-/// Request: break the write lease of an image.
+/// Request: revoke the write lease of an image.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BreakLease {
     /// The image.
@@ -89,7 +89,7 @@ pub fn leases_of(server: &Server) -> Result<Vec<Held>> {
     Ok(held.collect())
 }
 
-/// Breaks the write lease of an image; returns what it was.
+/// Revokes the write lease of an image; returns its former holder.
 ///
 /// # Errors
 /// When the site's state cannot be changed.
@@ -117,7 +117,7 @@ pub async fn held(home: &Home) -> Result<Vec<Held>> {
     leases_of(super::site_server(home, &catalog)?.as_ref())
 }
 
-/// Breaks the write lease of an image, through the running site or, when none runs, in this process.
+/// Revokes the write lease of an image, through the running site or, when none runs, in this process.
 ///
 /// # Errors
 /// When the site does not reply, or its state cannot be changed.
@@ -130,7 +130,7 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
     break_at(&super::site_server(home, &catalog)?, name).await
 }
 
-/// Whether there is an image of that name, or a lease of a former one.
+/// Whether there is an image of that name, or a lease that remains of a removed one.
 ///
 /// # Errors
 /// When the catalog cannot be read.

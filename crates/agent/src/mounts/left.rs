@@ -9,14 +9,14 @@ use crate::text::clean;
 /// What is left; empty after a complete unmount.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Left {
-    /// What is left here, as text for the user.
+    /// What is left on this machine, as text for the user.
     pub here: String,
-    /// Leases that other sites still hold for the mount.
-    pub there: Vec<Untold>,
+    /// Leases of the mount that may remain at other sites.
+    pub there: Vec<Unnotified>,
 }
 
 impl Left {
-    /// Something left here, nothing at other sites.
+    /// Something is left on this machine, nothing at other sites.
     pub fn here(here: String) -> Left {
         Left {
             here,
@@ -28,35 +28,35 @@ impl Left {
     pub fn lines(&self) -> Vec<String> {
         let here = Some(self.here.clone()).filter(|here| !here.is_empty());
         here.into_iter()
-            .chain(self.there.iter().map(Untold::to_string))
+            .chain(self.there.iter().map(Unnotified::to_string))
             .collect()
     }
 }
 
-/// A site that could not be notified that the mount ended, and may still hold a lease for it.
+/// A site that could not be notified of the unmount, where the mount may still hold a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Untold {
+pub struct Unnotified {
     /// The peer's name; none for this site.
     pub site: Option<String>,
     /// The image's name there.
     pub image: String,
-    /// The lease it holds.
+    /// The lease that remains.
     pub keeps: Keeps,
 }
 
-/// The lease that a site holds for a mount that ended without notice.
+/// The lease of an ended mount that remains at a site that could not be notified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Keeps {
-    /// The write lease, until it is broken.
+    /// The write lease, until it is revoked.
     Write,
-    /// A read lease, which expires soon and keeps writers out until then.
+    /// A read lease, which keeps writers out until it expires.
     Read,
-    /// The site had refused the mount before, so perhaps it holds none.
+    /// Unknown: the site had already refused the mount, so there may be none.
     Unknown,
 }
 
-impl fmt::Display for Untold {
+impl fmt::Display for Unnotified {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let site = clean(self.site.as_deref().unwrap_or("this site"));
         let image = clean(&self.image);
@@ -65,7 +65,7 @@ impl fmt::Display for Untold {
                 f,
                 "could not notify {site}: there, this mount still holds the write lease of {image}; revoke it with `drover mounts break {image}` at {site}"
             ),
-            // The site detects a dead connection after half a minute, and a reader has a minute to reconnect.
+            // The site detects a dead connection after 30 s; then a reader has a minute to reconnect.
             Keeps::Read => write!(
                 f,
                 "could not notify {site}: {image} cannot be written there for up to two minutes"
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_says_where_and_what_helps() {
+    fn each_line_names_the_site_and_the_way_out() {
         let mut left = Left::here(String::new());
         assert!(left.lines().is_empty());
         for (keeps, words) in [
@@ -91,7 +91,7 @@ mod tests {
             (Keeps::Read, "two minutes"),
             (Keeps::Unknown, "`drover mounts leases` there"),
         ] {
-            left.there = vec![Untold {
+            left.there = vec![Unnotified {
                 site: Some("lyon".into()),
                 image: "web.raw".into(),
                 keeps,

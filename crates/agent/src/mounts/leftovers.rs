@@ -1,4 +1,4 @@
-//! Cleanup of what a dead mount daemon left in the system: a stale FUSE mount, loop devices, kernel devices.
+//! Cleanup of what a dead mount daemon left in the system: a stale FUSE mount, loop devices, kernel block devices.
 
 use drover_frontend::{fuse, loopdev};
 
@@ -6,7 +6,7 @@ use super::kernel;
 use super::record::{Front, Record, boot};
 use crate::error::{Context, Result};
 
-/// Removes all of it.
+/// Removes what the dead daemon of the record's mount left.
 ///
 /// # Errors
 /// When something is still in use.

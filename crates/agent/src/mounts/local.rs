@@ -1,5 +1,5 @@
-//! Files and directories of this machine as disks. Reads and writes go straight to them: there is no overlay, no cache
-//! and no lease; a lock keeps a second mount out.
+//! Local files and directories as disks. Reads and writes go directly to them: there is no overlay, no cache and no
+//! lease; a lock prevents a second mount.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io;
@@ -22,19 +22,19 @@ use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 use crate::text::bytes;
 
-/// The largest chunk of a directory, in bytes.
+/// The largest chunk size of a directory, in bytes.
 const MAX_CHUNK: u64 = 4 << 20;
 
-/// How long a disk that is locked is tried again: a mount that ends, or udev that probes a device, is soon done.
-const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+/// How long locking a disk is retried: an unmount in progress, or udev probing a device, holds the lock only briefly.
+const LOCK_LIMIT: Duration = Duration::from_secs(1);
 
-/// Refuses, before anything is made, files that are the site's.
+/// Refuses files that belong to the site, before anything is created.
 ///
 /// # Errors
-/// What is refused, and the way out.
+/// When the disk is refused, with the way out.
 pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) -> Result<()> {
     let path = real(disk.path());
-    // It would be created, and lead elsewhere then.
+    // Once the directory before `..` is created, the path would lead elsewhere.
     if path.components().any(|part| part == Component::ParentDir) {
         return Err(Error::usage(format!(
             "{disk}: `..` cannot follow a directory that does not exist"
@@ -57,7 +57,7 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
     for image in catalog.images()? {
         if is_read_by(&ours, &image.path) {
             return Err(Error::refused(format!(
-                "{disk} is a file of this site's image {0}, which writes would damage; `drover mount {0}` keeps them beside it, --read-only makes none",
+                "{disk} is a file of this site's image {0}, which writes would damage; `drover mount {0}` stores writes separately, and a read-only mount is possible",
                 image.name
             )));
         }
@@ -65,22 +65,23 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
     Ok(())
 }
 
-/// Whether a file is that of an image, or one that the image is read through: a backing file, or one with its data.
+/// Whether a file is the image itself or one that the image is read from: a backing file or an external data file.
 pub fn is_read_by(file: &Metadata, image: &Path) -> bool {
     let same = |path: &Path| {
         let theirs = path.metadata();
         theirs.is_ok_and(|theirs| (theirs.dev(), theirs.ino()) == (file.dev(), file.ino()))
     };
-    // One that cannot be opened is read by nobody.
+    // An image that cannot be opened reads no files.
     same(image)
         || VirtualDisk::open(image)
             .is_ok_and(|disk| disk.stamps().iter().any(|(path, _)| same(path)))
 }
 
-/// Refuses to read an image while a mount of this home writes to it as a local disk: no state of it would be consistent.
+/// Refuses to read an image while a mount of this home writes to it as a local disk: the data read would not be
+/// consistent.
 ///
 /// # Errors
-/// Names the mount.
+/// When such a mount exists; the error names it.
 pub fn refuse_written(home: &Home, image: &Path) -> Result<()> {
     for (place, record) in Place::list(home)? {
         let mut files = record.images.iter().filter_map(|i| match &i.local {
@@ -99,11 +100,11 @@ pub fn refuse_written(home: &Home, image: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The path without links, as far as it exists.
+/// The path with symbolic links resolved, as far as it exists.
 fn real(path: &Path) -> PathBuf {
     let existing = path.ancestors().find_map(|above| {
         let real = above.canonicalize().ok()?;
-        // Joined with nothing, a file's path would end like a directory's.
+        // Joining an empty path would add a trailing slash.
         Some(match path.strip_prefix(above).ok()? {
             rest if rest.as_os_str().is_empty() => real,
             rest => real.join(rest),
@@ -112,16 +113,16 @@ fn real(path: &Path) -> PathBuf {
     existing.unwrap_or_else(|| path.to_owned())
 }
 
-/// What keeps other mounts from a disk.
+/// The lock of a disk against other mounts.
 pub enum Lock {
-    /// The lock of the open file, which its device shares.
+    /// The lock of an open file, shared with its device.
     File(File),
-    /// The directory's.
+    /// The lock of a directory.
     Directory(Arc<DirectoryDevice>),
 }
 
 impl Lock {
-    /// Lets others open the disk. To be called after the last request.
+    /// Releases the lock; call it after the last request.
     pub fn release(&self) {
         match self {
             Lock::File(file) => {
@@ -134,10 +135,10 @@ impl Lock {
     }
 }
 
-/// Opens the disk, which is locked until the lock is released or both are dropped.
+/// Opens and locks the disk, until the lock is released or device and lock are dropped.
 ///
 /// # Errors
-/// When it does not exist, is of another kind or shape, or is mounted already.
+/// When the disk does not exist, has another type, size or chunk size, or is already mounted.
 pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDevice>, Lock)> {
     let (stack, lock) = match disk {
         LocalDisk::File(path) => {
@@ -153,15 +154,15 @@ pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDe
     Ok((stack.build()?.device, lock))
 }
 
-/// Tries until it works, fails otherwise than by a lock that another process has, or [`LOCK_PATIENCE`] is over.
-fn patiently<T, E>(
+/// Repeats `attempt` while it fails because another process holds the lock, for up to [`LOCK_LIMIT`].
+fn retry_locked<T, E>(
     mut attempt: impl FnMut() -> Result<T, E>,
     is_locked: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
     let began = Instant::now();
     loop {
         match attempt() {
-            Err(e) if is_locked(&e) && began.elapsed() < LOCK_PATIENCE => {
+            Err(e) if is_locked(&e) && began.elapsed() < LOCK_LIMIT => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             result => return result,
@@ -186,12 +187,12 @@ fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Res
             path.display()
         );
     }
-    // A pipe would wait for its other end.
+    // Opening a FIFO would block until its other end is opened.
     if !kind.is_file() && !kind.is_block_device() {
         bail!("{} is neither a file nor a block device", path.display());
     }
     let exclusive = match kind.is_block_device() && !read_only {
-        // Not one that is mounted.
+        // O_EXCL: fails if the device is mounted.
         true => rustix::fs::OFlags::EXCL.bits().cast_signed(),
         false => 0,
     };
@@ -205,7 +206,7 @@ fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Res
         true => file.try_lock_shared(),
         false => file.try_lock(),
     };
-    match patiently(lock, |e| matches!(e, TryLockError::WouldBlock)) {
+    match retry_locked(lock, |e| matches!(e, TryLockError::WouldBlock)) {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(in_use(home, disk)),
         Err(TryLockError::Error(e)) => {
@@ -242,7 +243,7 @@ fn open_directory(
         |e: &DeviceError| matches!(e, DeviceError::Io(e) if e.kind() == io::ErrorKind::NotFound);
     let is_locked = |e: &DeviceError| matches!(e, DeviceError::Unavailable(_));
     let open = || DirectoryDevice::open(directory.clone(), options);
-    let opened = match (patiently(open, is_locked), how.size) {
+    let opened = match (retry_locked(open, is_locked), how.size) {
         (Err(e), Some(size)) if is_absent(&e) => {
             let shape = shape(size, how.chunk)?;
             check_empty(path)?;
@@ -272,8 +273,8 @@ fn open_directory(
     }
 }
 
-/// Refuses a directory that has directories, as those of a user or a program have: no disk is made among them. Its files
-/// are looked at when the disk is created.
+/// Refuses a directory with subdirectories: it is in use for something else. Its files are checked when the disk is
+/// created.
 fn check_empty(path: &Path) -> Result<()> {
     for entry in path.read_dir()? {
         let entry = entry?;
@@ -294,7 +295,7 @@ fn nothing_at(path: &Path) -> Error {
     ))
 }
 
-/// The shape of a new directory.
+/// The shape of a new directory; an error if it would have too many chunks.
 fn shape(size: u64, chunk: u32) -> Result<Shape> {
     let shape = Shape { size, chunk };
     if shape.chunks() <= MAX_CHUNKS {
@@ -303,19 +304,19 @@ fn shape(size: u64, chunk: u32) -> Result<Shape> {
     let least = size.div_ceil(MAX_CHUNKS).next_power_of_two();
     match least <= MAX_CHUNK {
         true => Err(Error::usage(format!(
-            "a directory has at most {MAX_CHUNKS} chunks; for {} say --chunk {}K",
+            "a directory has at most {MAX_CHUNKS} chunks; for {} use --chunk {}K",
             bytes(size),
             least >> 10
         ))),
         false => Err(Error::usage(format!(
-            "{} is more than a directory holds: {}",
+            "{} is too large: a directory holds at most {}",
             bytes(size),
             bytes(MAX_CHUNKS * MAX_CHUNK)
         ))),
     }
 }
 
-/// Somebody else has it locked: perhaps a mount of this home.
+/// The error for a disk that another process has locked; names the mount if it is one of this home.
 fn in_use(home: &Home, disk: &LocalDisk) -> Error {
     let mounts = Place::list(home).unwrap_or_default();
     let holder = mounts.into_iter().find(|(place, record)| {

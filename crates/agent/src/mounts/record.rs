@@ -1,4 +1,5 @@
-//! The durable record of a mount, from before it starts until it is unmounted: one directory per mount, in the home.
+//! The durable record of a mount, written before it starts and removed by the unmount: one directory per mount, in the
+//! home.
 //! ```text
 //! mounts/NAME/record.json   targets, front end, options, and the mount daemon's PID
 //! mounts/NAME/control.sock  the daemon's control socket
@@ -21,13 +22,13 @@ use super::target::{Listen, Prefetch, Target};
 use crate::error::{Context, Error, Result, bail};
 use crate::home::{Home, make_dir};
 
-/// How long a process that only checks the lock of a mount may hold it.
+/// How long another process may hold the lock of a mount just to check it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
 /// The version of `record.json` with local disks.
 const VERSION: u32 = 2;
 
-/// The version of records with images only, which older programs can read.
+/// The version of records with images only, which earlier versions of drover can read.
 const IMAGES_VERSION: u32 = 1;
 
 /// The front end of a mount.
@@ -70,8 +71,8 @@ impl Front {
         }
     }
 
-    /// Part of the mount's name that separates mounts of the same images. Independent of the kernel driver: after a
-    /// crash the other driver finds the cache, too.
+    /// Part of the mount's name that distinguishes mounts of the same images. Independent of the kernel driver, so that
+    /// a mount by the other driver finds the cache after a crash.
     fn key(&self) -> String {
         match self {
             Front::Kernel { device: None, .. } => "a kernel device".into(),
@@ -111,7 +112,7 @@ pub struct How {
     pub sync: SyncMode,
     /// Chunk size, in bytes.
     pub chunk: u32,
-    /// Whether the user chose it for a local disk: one that exists must have it.
+    /// Whether the user requested `chunk` for a local disk: an existing disk must match it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_chunk_chosen: bool,
     /// Upper bound on cached bytes; `None` caches the whole image.
@@ -158,7 +159,7 @@ pub struct Record {
     /// Boot ID under which the devices were created: after a reboot their names may have been reused.
     #[serde(default)]
     pub boot: String,
-    /// It was ended cleanly, and its cache kept.
+    /// The mount was ended cleanly and its cache kept.
     #[serde(default)]
     pub unmounted: bool,
 }
@@ -185,8 +186,8 @@ impl Place {
         home.dir().join("mounts")
     }
 
-    /// The place of a mount of these images at this front end. Deterministic, so that a mount that died finds its cache
-    /// again.
+    /// The place of a mount of these images at this front end. Deterministic, so that mounting again after a crash
+    /// finds the cache.
     pub fn of(home: &Home, images: &[Target], front: &Front, read_only: bool) -> Place {
         let mut hasher = blake3::Hasher::new();
         for image in images {
@@ -215,7 +216,7 @@ impl Place {
         Ok(found)
     }
 
-    /// The same, and those with an unusable record, with the reason.
+    /// Like [`Place::list`], and the mounts with an unusable record, each with the reason.
     ///
     /// # Errors
     /// When the directory cannot be read.
@@ -266,7 +267,7 @@ impl Place {
         }
     }
 
-    /// Dirty bytes in the mount's caches, as far as they are recorded on disk. Only for mounts without a daemon.
+    /// Dirty bytes in the mount's caches, according to their files. Only for mounts without a running daemon.
     ///
     /// # Errors
     /// When a cache cannot be read.
@@ -322,7 +323,7 @@ impl Place {
         })?;
         if !(IMAGES_VERSION..=VERSION).contains(&record.version) {
             bail!(
-                "{} has version {}, this drover supports version {VERSION}: use the drover that wrote it",
+                "{} has version {}, but this drover supports only versions up to {VERSION}: use the drover that wrote it",
                 path.display(),
                 record.version
             );
@@ -434,12 +435,12 @@ impl Record {
             process: 0,
             since_unix: 0,
             boot: String::new(),
-            // Cleared once it is up again.
+            // Cleared once the mount is up.
             unmounted: before.is_some_and(|b| b.unmounted),
         }
     }
 
-    /// Whether `what` names this mount: by name, path, device or socket, or by what was printed for it.
+    /// Whether `what` names this mount: its name, path, device or socket, as printed when it was mounted.
     pub fn is_meant_by(&self, what: &str) -> bool {
         if self.name == what || self.front.place() == what {
             return true;
@@ -450,7 +451,7 @@ impl Record {
         let same = |p: &Path| p == path;
         self.devices.iter().any(|d| same(d))
             || match &self.front {
-                // When the path is a directory, it has a file with the image's name in it.
+                // If the path is a directory, the file in it has the image's name.
                 Front::File { path, .. } => {
                     same(path) || self.images.iter().any(|i| same(&path.join(&i.image)))
                 }

@@ -1,4 +1,4 @@
-//! This site's images as devices: served to mounts of other sites, and of this site.
+//! This site's images as block devices, for mounts of other sites and of this site.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl SiteImages {
             Refusal::new(Code::NotFound, text)
         })?;
         if was_changed(&record) {
-            // The digest no longer matches the file: mounts would reuse cached chunks of other bytes.
+            // The digest no longer matches the file: mounts would reuse cached chunks of the former content.
             let path = record.path.display();
             let text = format!(
                 "{name}: its file {path} was changed after it had been indexed; run `drover index {path}` at {} again",
@@ -80,7 +80,7 @@ impl Images for SiteImages {
     }
 }
 
-/// Whether an image's file changed since its digest was computed. (Its path and owner may have changed.)
+/// Whether the content of an image's file changed since its digest was computed, by size and modification time.
 fn was_changed(record: &ImageRecord) -> bool {
     let (Some(then), Ok(now)) = (record.stamp, Stamp::of_path(&record.path)) else {
         return false;
@@ -88,10 +88,10 @@ fn was_changed(record: &ImageRecord) -> bool {
     (then.size, then.mtime_ns) != (now.size, now.mtime_ns)
 }
 
-/// The name of this site in its own leases.
+/// The peer name of this site in leases of its own images.
 const OWN_NAME: &str = "the site itself";
 
-/// The peer that stands for mounts of this site's images on this site.
+/// The peer as which this site mounts its own images.
 pub fn own(key: PeerKey) -> Peer {
     Peer {
         key,
@@ -100,16 +100,16 @@ pub fn own(key: PeerKey) -> Peer {
     }
 }
 
-/// Connections to this site's own images, under the same leases as those of peers: to the running site, or within this
-/// process when none runs at the start.
+/// Connects mounts to this site's own images, under the same leases as peers: to the running site, or to a server
+/// within this process if no site runs at the start.
 pub enum OwnConnector {
-    /// A running site. If it restarts, connections wait for it.
+    /// The control socket of the running site. If the site restarts, mounts reconnect.
     Running(PathBuf),
     /// No running site: this process serves the image to itself.
     Inside {
         /// The server.
         server: Arc<Server>,
-        /// The identity of the caller.
+        /// This site, as the client.
         peer: Peer,
         /// Never set; dropping it would close the connections.
         stop: watch::Sender<bool>,
@@ -117,7 +117,7 @@ pub enum OwnConnector {
 }
 
 impl OwnConnector {
-    /// Creates a connector within this home.
+    /// Creates a connector to the images of this home.
     ///
     /// # Errors
     /// When another program holds the home and accepts no connections.
@@ -155,7 +155,7 @@ impl Connector for OwnConnector {
                             server.serve_connection(peer, call).await
                         };
                         if let Err(e) = served.await {
-                            tracing::debug!("a lane of this site's own: {e}");
+                            tracing::debug!("connection to this site's own images: {e}");
                         }
                     });
                     Ok(ours)

@@ -1,4 +1,4 @@
-//! Starts the mount daemon, and waits for its readiness message.
+//! Starts the mount daemon and waits for its readiness message.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -20,17 +20,17 @@ pub enum Ready {
     Failed(u8, String),
 }
 
-/// Starts `drover mount-daemon` for a recorded mount, and waits until the mount is up.
+/// Starts `drover mount-daemon` for a recorded mount and waits until the mount is up.
 ///
 /// # Errors
-/// The daemon's error, or that it exited without a message.
+/// The daemon's error, or when it exits without a message.
 pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
     let log = File::options()
         .create(true)
         .append(true)
         .open(place.log())
         .with_context(|| format!("cannot open {}", place.log().display()))?;
-    let program = std::env::current_exe().context("cannot find the program itself")?;
+    let program = std::env::current_exe().context("cannot find the path of this program")?;
     let mut command = Command::new(program);
     command.arg("--home").arg(home.dir());
     for _ in 0..verbose {
@@ -44,22 +44,25 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
         .stdout(Stdio::piped())
         .stderr(log);
     let mut child = command.spawn().context("cannot start the mount daemon")?;
-    let said = child.stdout.take().context("the process has no stdout")?;
+    let stdout = child
+        .stdout
+        .take()
+        .context("the mount daemon has no stdout")?;
     let mut line = String::new();
-    BufReader::new(said)
+    BufReader::new(stdout)
         .read_line(&mut line)
-        .context("cannot hear the mount daemon")?;
+        .context("cannot read from the mount daemon")?;
     if line.is_empty() {
-        let status = child.wait().context("cannot wait for it")?;
+        let status = child.wait().context("cannot wait for the mount daemon")?;
         bail!(
             "the mount daemon exited ({status}); see its log {}",
             place.log().display()
         );
     }
-    match serde_json::from_str(&line).context("the mount daemon made no sense")? {
+    match serde_json::from_str(&line).context("the mount daemon sent an invalid message")? {
         Ready::There(lines) => Ok(lines),
         Ready::Failed(code, message) => {
-            // It exits by itself: nothing of it may be left when we report the failure.
+            // It exits by itself: wait, so that nothing of it is left when the failure is reported.
             let _ = child.wait();
             Err(Error::of_kind(Kind::of_code(code), message))
         }

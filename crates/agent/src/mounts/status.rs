@@ -18,7 +18,7 @@ pub struct Status {
     /// Start time, seconds since 1970.
     pub since_unix: i64,
     /// Its state.
-    pub state: State,
+    pub state: MountState,
     /// Its disks.
     pub disks: Vec<DiskStatus>,
 }
@@ -26,19 +26,19 @@ pub struct Status {
 /// The state of a mount.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
-    /// It is in service.
+pub enum MountState {
+    /// It is served by its daemon.
     #[default]
     Up,
     /// It is being unmounted.
     Ending,
     /// Its daemon is gone; mounting again at the same place resumes it, unmounting removes it.
     Dead,
-    /// It was unmounted and its cache kept; as for a dead one, mounting resumes it and unmounting removes it.
+    /// It was unmounted and its cache kept; as with `Dead`, mounting resumes it and unmounting removes it.
     Unmounted,
     /// Its daemon is running but does not reply.
     Silent,
-    /// Its record is unusable; its cache is there.
+    /// Its record is unusable; its cache still exists.
     Damaged,
 }
 
@@ -47,15 +47,15 @@ pub enum State {
 pub struct DiskStatus {
     /// Its target.
     pub image: String,
-    /// `direct`, `managed` or `own`.
+    /// `direct`, `managed`, `own`, `file` or `directory`.
     pub mode: String,
     /// Whether writes are refused.
     pub read_only: bool,
     /// Size in bytes.
     pub size: u64,
-    /// Cached bytes, in whole chunks, zeros included.
+    /// Cached bytes, in whole chunks, including zeros.
     pub local: u64,
-    /// Dirty bytes, which the other site does not have.
+    /// Dirty bytes: not yet pushed to the other site.
     pub dirty: u64,
     /// Bytes of chunks being fetched.
     pub in_flight: u64,
@@ -73,13 +73,13 @@ pub struct DiskStatus {
     pub link: String,
     /// Bytes of the push in progress.
     pub pushing: u64,
-    /// Bytes of it that have arrived: they are not sent again.
+    /// Bytes of that push that have arrived and are not sent again.
     pub pushed: u64,
     /// Consecutive failed pushes.
     pub push_failures: u64,
     /// The error of the last failed push.
     pub push_error: Option<String>,
-    /// A background error, for users.
+    /// An error of background work, for users.
     pub trouble: Option<String>,
 }
 

@@ -9,20 +9,20 @@ use std::str::FromStr;
 use drover_core::ImageName;
 use serde::{Deserialize, Serialize};
 
-/// An image of a peer (`PEER:NAME`) or of this site (`NAME`), or a local disk outside any site (`file:PATH`,
-/// `dir:PATH`).
+/// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), or a local disk outside any site
+/// (`file:PATH`, `dir:PATH`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; `None` for this site.
     pub peer: Option<String>,
     /// The image's name; for a local disk, the last component of its path.
     pub image: String,
-    /// The local disk, when it is no image of a site.
+    /// The local disk; `None` for an image of a site.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalDisk>,
 }
 
-/// A disk of this machine that is served directly: without an overlay, a cache or a lease. The path is absolute.
+/// A local disk, served directly: without an overlay, a cache or a lease. The path is absolute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LocalDisk {
@@ -113,7 +113,7 @@ pub enum Listen {
 }
 
 impl Listen {
-    /// Reads `unix:PATH` or `ADDRESS:PORT`.
+    /// Parses `unix:PATH` or `ADDRESS:PORT`.
     ///
     /// # Errors
     /// A message for the user.
@@ -137,7 +137,7 @@ impl Listen {
         }
     }
 
-    /// The NBD URI of an export; for TCP, with `tls` or without.
+    /// The NBD URI of an export; `tls` applies to TCP only.
     pub fn uri(&self, export: &str, tls: bool) -> String {
         let export = escaped(export.as_bytes());
         match self {
@@ -181,12 +181,12 @@ pub enum Prefetch {
     None,
     /// Everything, in order.
     Sequential,
-    /// Chunks in the order an earlier run recorded, then the rest.
+    /// Chunks in the order recorded by an earlier mount, then the rest.
     File(PathBuf),
 }
 
 impl Prefetch {
-    /// Reads `none`, `sequential` or a path.
+    /// Parses `none`, `sequential` or a path.
     ///
     /// # Errors
     /// A message for the user.
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn places_to_listen() {
+    fn listen_addresses() {
         assert_eq!(
             Listen::parse("unix:/run/web.sock"),
             Ok(Listen::Unix("/run/web.sock".into()))

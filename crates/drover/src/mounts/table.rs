@@ -1,6 +1,6 @@
 //! The table of `drover mounts`.
 
-use drover_agent::mounts::{DiskStatus, State, Status};
+use drover_agent::mounts::{DiskStatus, MountState, Status};
 use drover_agent::text::{bytes, clean};
 
 /// The row of one mount.
@@ -27,12 +27,12 @@ pub fn row(status: &Status) -> Vec<String> {
         devices.join(" "),
         mode,
         match status.state {
-            State::Up => "up",
-            State::Ending => "ending",
-            State::Dead => "dead",
-            State::Unmounted => "unmounted",
-            State::Silent => "not responding",
-            State::Damaged => "damaged",
+            MountState::Up => "up",
+            MountState::Ending => "ending",
+            MountState::Dead => "dead",
+            MountState::Unmounted => "unmounted",
+            MountState::Silent => "not responding",
+            MountState::Damaged => "damaged",
         }
         .into(),
         progress.join("; "),

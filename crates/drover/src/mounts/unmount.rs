@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use drover_agent::home::Home;
-use drover_agent::mounts::{self, ANSWER_LIMIT, Record, State, Status, StopHow};
+use drover_agent::mounts::{self, ANSWER_LIMIT, MountState, Record, Status, StopHow};
 use drover_agent::text::bytes;
 use drover_net::Code;
 use serde_json::json;
@@ -27,7 +27,7 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     }
     if args.discard {
         let what = match (status.state, dirty) {
-            (State::Dead, _) => "data that has not been pushed".into(),
+            (MountState::Dead, _) => "data that has not been pushed".into(),
             (_, n) => format!("{} that have not been pushed", bytes(n)),
         };
         prompt::confirm(&format!("Discard {what} of {}?", record.name), args.yes)?;
