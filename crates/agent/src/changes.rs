@@ -126,9 +126,9 @@ pub fn on_disk(home: &Home) -> Result<Vec<ImageChanges>> {
 ///
 /// # Errors
 /// When the image is mounted, or its files cannot be modified.
-pub fn drop_at(home: &Home, server: &Server, name: &ImageName, earlier: bool) -> Result<Dropped> {
+pub fn drop_at(server: &Server, name: &ImageName, earlier: bool) -> Result<Dropped> {
     let dropped = match earlier {
-        true => changes::remove_earlier(&home.mounted_dir(), name)?,
+        true => server.drop_earlier(name)?,
         false => Vec::from_iter(server.drop_changes(name)?),
     };
     Ok(Dropped {
@@ -168,9 +168,8 @@ pub async fn ask_to_drop(
     // Keeps a site from starting to serve the image meanwhile; recovers interrupted merges first.
     let own = Own::open(home, catalog).await?;
     let server = mounts::site_server(home, catalog)?;
-    let (of, name) = (home.clone(), name.clone());
-    let dropped =
-        tokio::task::spawn_blocking(move || drop_at(&of, &server, &name, earlier)).await?;
+    let name = name.clone();
+    let dropped = tokio::task::spawn_blocking(move || drop_at(&server, &name, earlier)).await?;
     own.close().await?;
     dropped
 }

@@ -9,7 +9,7 @@ mod config;
 mod reserve;
 
 use std::fs::{DirBuilder, File, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -114,7 +114,16 @@ impl Home {
     /// When there is none, or its configuration cannot be read.
     pub fn existing(dir: PathBuf) -> Result<Home> {
         let files = ["identity.key", "catalog.db", "config.toml"];
-        if !files.iter().any(|file| dir.join(file).exists()) {
+        let mut found = false;
+        for file in files.map(|file| dir.join(file)) {
+            found |= match file.try_exists() {
+                Err(e) if e.kind() != io::ErrorKind::NotADirectory => {
+                    return Err(e).with_context(|| format!("cannot open {}", file.display()));
+                }
+                found => found.unwrap_or(false),
+            };
+        }
+        if !found {
             let what = match dir.metadata() {
                 Ok(found) if !found.is_dir() => "is not a directory",
                 Ok(_) => "has no site",

@@ -177,9 +177,12 @@ impl Indexer {
         mut progress: impl FnMut(u64, u64) + Send + 'static,
     ) -> Result<ImageRecord> {
         let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
-        let known = ImageName::new(name).map(|name| self.catalog.by_name(&name));
+        let known = match ImageName::new(name) {
+            Ok(name) => self.catalog.by_name(&name)?,
+            Err(_) => None,
+        };
         if let Err(e) = new_name(name)
-            && !matches!(known, Ok(Ok(Some(_))))
+            && known.is_none()
         {
             let path = path.display();
             return Err(Error::usage(format!("cannot index {path}: {e}: rename it")));

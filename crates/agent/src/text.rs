@@ -119,11 +119,11 @@ fn duration(text: &str) -> Option<Duration> {
     // The library does not parse days, as not all have 24 hours.
     let days = text.split_once('d');
     let days = days.and_then(|(days, rest)| Some((days.parse::<u64>().ok()?, rest.trim_start())));
-    let (days, rest) = days.unwrap_or((0, text));
+    let (days, rest) = match days {
+        Some((days, "")) => (days, "0s"),
+        days => days.unwrap_or((0, text)),
+    };
     let whole = Duration::from_secs(days.checked_mul(24 * 3600)?);
-    if days > 0 && rest.is_empty() {
-        return Some(whole);
-    }
     let rest: jiff::SignedDuration = rest.parse().ok()?;
     whole.checked_add(Duration::try_from(rest).ok()?)
 }
@@ -259,6 +259,7 @@ mod tests {
         let seconds = [
             ("10m", 600),
             ("0s", 0),
+            ("0d", 0),
             ("1h 30m", 5400),
             ("1h30m", 5400),
             ("36h", 36 * 3600),

@@ -22,7 +22,9 @@ pub fn of_arguments(error: &clap::Error) -> ExitCode {
         error.exit();
     }
     match error.kind() {
-        ErrorKind::MissingSubcommand => out::note(&Cli::command().render_help().to_string()),
+        ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            out::note(&Cli::command().render_help().to_string())
+        }
         _ => {
             let text = error.to_string();
             let parts = text.trim_end().split("\n\n");

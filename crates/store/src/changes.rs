@@ -104,10 +104,8 @@ pub fn remove_earlier(state: &Path, name: &ImageName) -> Result<Vec<Changes>, St
     let mut earlier = all(state)?;
     earlier.retain(|c| c.earlier && c.image == *name);
     for changes in &earlier {
-        match fs::remove_dir_all(&changes.directory) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            result => result.map_err(StoreError::file("remove", &changes.directory))?,
-        }
+        fs::remove_dir_all(&changes.directory)
+            .map_err(StoreError::file("remove", &changes.directory))?;
     }
     Ok(earlier)
 }

@@ -3,9 +3,11 @@
 //! The process leads a process group, which includes everything it starts. It ends itself and the group when its stdin
 //! is closed: on Ctrl-C, at its deadline, and when the run is killed (`kill -9`).
 
+use std::any::Any;
 use std::fs;
 use std::io;
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,9 +106,21 @@ pub fn run_case(experiments: &[Experiment], request: &str) -> Result<()> {
     let experiment = experiment.context("no such experiment")?;
     let mut cases = (experiment.cases)(&request.lab)?.into_iter();
     let case = cases.find(|case| case.id == request.case);
-    let outcome = (experiment.run)(&request.lab, &case.context("no such case")?);
-    let answer = outcome.map_err(|error| format!("{error:#}"));
+    let case = case.context("no such case")?;
+    let run = AssertUnwindSafe(|| (experiment.run)(&request.lab, &case));
+    let answer = match catch_unwind(run) {
+        Ok(outcome) => outcome.map_err(|error| format!("{error:#}")),
+        Err(panic) => Err(format!("panicked: {}", text_of(&*panic))),
+    };
     fs::write(&request.answer, serde_json::to_vec(&answer)?).context("cannot write the answer")
+}
+
+/// The message of a panic.
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let owned = panic.downcast_ref::<String>().map(String::as_str);
+    owned
+        .or(panic.downcast_ref().copied())
+        .unwrap_or("no message")
 }
 
 /// Validates the rows of a case; an error becomes a failed row. A good row also fails when a required figure is missing.

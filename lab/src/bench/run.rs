@@ -181,7 +181,7 @@ impl BenchArgs {
     /// Whether `EXPERIMENT`, or one of its cases, or `EXPERIMENT/CASE` was requested.
     fn asks(&self, name: &str) -> bool {
         let fits = |only: &String| {
-            let mut parts = only.split('/').zip(name.split('/'));
+            let mut parts = only.splitn(2, '/').zip(name.splitn(2, '/'));
             parts.all(|(pattern, text)| like(pattern.as_bytes(), text.as_bytes()))
         };
         self.only.is_empty() || self.only.iter().any(fits)

@@ -15,6 +15,7 @@ use super::record::{Place, Record};
 use super::target::Prefetch;
 use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
+use crate::site;
 use crate::text::bytes;
 
 /// Interval of progress reports.
@@ -93,11 +94,16 @@ pub async fn end(
                 tracing::debug!("{image}: {e:#}");
                 // The read lease of a dead mount has expired or soon will.
                 if !record.how.read_only {
+                    // A peer that is not known any more was not asked.
+                    let known = match &image.peer {
+                        Some(peer) => site::open_catalog(home)?.peer(peer)?.is_some(),
+                        None => true,
+                    };
                     there.push(Unnotified {
                         site: image.peer.clone(),
                         image: image.image.clone(),
                         keeps: match e.kind() {
-                            Kind::Refused => Keeps::Unknown,
+                            Kind::Refused if known => Keeps::Unknown,
                             _ => Keeps::Write,
                         },
                     });

@@ -36,7 +36,7 @@ impl Handler<DropChanges> for OfSite {
     ) -> Result<Dropped, Refusal> {
         let (home, devices) = (self.server.home.clone(), Arc::clone(&self.devices));
         let dropped = tokio::task::spawn_blocking(move || {
-            CleanUp::of(&home).run(|| drop_at(&home, &devices, &name, earlier))
+            CleanUp::of(&home).run(|| drop_at(&devices, &name, earlier))
         });
         dropped.await.map_err(failed)?.map_err(refusal_of)
     }

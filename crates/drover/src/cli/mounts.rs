@@ -177,10 +177,11 @@ impl OptionArgs {
     /// The options of a mount of `images`.
     ///
     /// # Errors
-    /// Usage: an option means nothing for one of them.
+    /// Usage: an option means nothing for any of them, or contradicts one.
     pub fn of(self, images: &[Target]) -> Result<mounts::How> {
+        let local = images.iter().all(|image| image.local.is_some());
         for image in images {
-            self.check(image).map_err(Error::usage)?;
+            self.check(image, local).map_err(Error::usage)?;
         }
         Ok(mounts::How {
             read_only: self.read_only,
@@ -201,7 +202,8 @@ impl OptionArgs {
         })
     }
 
-    fn check(&self, image: &Target) -> Result<(), String> {
+    /// Checks the options for one disk. `local`: all disks are local.
+    fn check(&self, image: &Target, local: bool) -> Result<(), String> {
         let Some(disk) = &image.local else {
             return match self {
                 Self { size: Some(_), .. } => Err(format!(
@@ -223,7 +225,7 @@ impl OptionArgs {
             (self.window.is_some(), "--window"),
             (self.give_up_after.is_some(), "--give-up-after"),
         ];
-        if let Some((_, option)) = given.iter().find(|(given, _)| *given) {
+        if let Some((_, option)) = given.iter().find(|(given, _)| *given && local) {
             return Err(format!(
                 "{option} cannot be used with {disk}, which is read and written directly"
             ));
@@ -233,7 +235,7 @@ impl OptionArgs {
                 "--size cannot be used with {disk}; `truncate -s SIZE {}` makes a file of that size",
                 path.display()
             )),
-            (LocalDisk::File(_), Some(_), _) => Err(format!(
+            (LocalDisk::File(_), Some(_), _) if local => Err(format!(
                 "--chunk cannot be used with {disk}, which has no chunks"
             )),
             (LocalDisk::Dir(_), _, Some(size)) if size == 0 || size % SECTOR != 0 => Err(format!(

@@ -38,6 +38,14 @@ fn help_has_examples_and_usage_errors_have_their_code() {
     let bare = world.run("h", &[]).code(2);
     assert!(bare.err.contains("Examples:"), "{}", bare.err);
     assert!(!bare.err.contains("mount-daemon"), "{}", bare.err);
+    let mut plain = world.drover("h", &[]);
+    let plain = plain.env_remove("DROVER_HOME").output().unwrap();
+    assert_eq!(plain.status.code(), Some(2));
+    let said = String::from_utf8(plain.stderr).unwrap();
+    assert!(
+        said.contains("Usage:") && said.contains("Examples:"),
+        "{said}"
+    );
     world.run("h", &["fly"]).code(2);
     let wrong = world.run("h", &["send", "x", "lyon", "--connections", "9"]);
     let wrong = wrong.code(2).err;

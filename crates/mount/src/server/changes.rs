@@ -55,6 +55,17 @@ impl Server {
         discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
     }
 
+    /// Removes changes to earlier images of this name.
+    ///
+    /// # Errors
+    /// A disk error.
+    pub fn drop_earlier(&self, name: &ImageName) -> Result<Vec<Changes>, MountError> {
+        // None are set aside meanwhile.
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
+        Ok(changes::remove_earlier(&self.config.state, name)?)
+    }
+
     /// Closes an image that is open but unused, or reports who uses it. The caller holds its [`Self::image_lock`].
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let mut since = None;

@@ -178,6 +178,13 @@ fn a_site_that_cannot_be_notified_keeps_the_write_lease_and_the_way_out_is_named
                 .ok();
         }
     }
+    // One whose peer was forgotten: nobody was asked, so the lease is there.
+    m.raw("db.raw", 34);
+    let disk = m.mount("db.raw", "disk", &[]);
+    m.kill_daemon();
+    m.near(&["peers", "forget", "far", "-y"]).ok();
+    let ran = m.unmount(&disk, &["--json"]).ok();
+    assert_eq!(ran.json()[0]["kept_there"][0]["keeps"], "write", "{ran:?}");
 }
 
 #[test]

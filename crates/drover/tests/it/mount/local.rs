@@ -216,6 +216,9 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
             refused(target, option, 2, &[option[0], name, "directly"]);
         }
     }
+    // Beside an image that it means something for, it is taken.
+    let mixed = &["missing.img", "--prefetch", "none", "--chunk", "64K"];
+    refused("file:disk.raw", mixed, 3, &["missing.img"]);
     refused(
         "file:disk.raw",
         &["--chunk", "64K"],
@@ -273,7 +276,12 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
     std::os::unix::fs::symlink(a.path("alone/images"), a.path("aside")).unwrap();
     refused("file:aside/web.raw", &[], 3, &["own directory"]);
     a.run(&["index", text(&a.path("disk.raw"))]).ok();
-    refused("file:disk.raw", &[], 3, &["image disk.raw", "--read-only"]);
+    refused(
+        "file:disk.raw",
+        &[],
+        3,
+        &["image disk.raw", "read-only mount"],
+    );
     a.export("file:disk.raw", "s", &["--read-only"]).ok();
     a.run(&["unmount", "s"]).ok();
     a.export("web.raw", "s", &["--size", "1M"])
@@ -296,7 +304,7 @@ fn a_file_that_an_image_is_read_through_is_not_written() {
     fs::write(a.path("web.vmdk"), descriptor).unwrap();
     a.run(&["index", text(&a.path("web.vmdk"))]).ok();
     a.export("file:web-flat.vmdk", "s", &[])
-        .fails(3, &["image web.vmdk", "--read-only"]);
+        .fails(3, &["image web.vmdk", "read-only mount"]);
     a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();
     a.export("file:base.raw", "t", &[]).ok();
     a.run(&["unmount", "s"]).ok();
