@@ -10,7 +10,8 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, SystemTime};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, bail};
 
@@ -254,6 +255,9 @@ fn real(tree: &Path, path: &Path) -> PathBuf {
     }
 }
 
+/// How long an image may still be mounted in a mount namespace of another process, which copied all mounts.
+const BUSY_LIMIT: Duration = Duration::from_secs(20);
+
 /// A mounted image.
 pub struct Mounted {
     /// The mount point.
@@ -277,13 +281,17 @@ impl Mounted {
             (false, Fs::Btrfs) => "loop,noatime",
         };
         let mut mount = Command::new("mount");
-        shell::run(
-            mount
-                .args(["-t", &fs.to_string(), "-o", options])
-                .arg(image)
-                .arg(&at),
-        )?;
-        Ok(Self { at })
+        mount.args(["-t", &fs.to_string(), "-o", options]);
+        mount.arg(image).arg(&at);
+        let start = Instant::now();
+        loop {
+            match shell::run(&mut mount) {
+                Err(e) if e.to_string().contains("busy") && start.elapsed() < BUSY_LIMIT => {
+                    thread::sleep(Duration::from_millis(100));
+                }
+                ran => return ran.map(|_| Self { at }),
+            }
+        }
     }
 
     /// Unmounts it: everything written is then in the image.
