@@ -16,9 +16,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::setup::Lab;
 
-pub use document::{DocumentArgs, make_document};
+pub use document::make_document;
 pub use process::run_case;
-pub use run::{BenchArgs, EXIT_CODES, bench};
+pub use run::{BenchArgs, bench};
 
 /// One kind of measurement.
 pub struct Experiment {
@@ -52,31 +52,26 @@ pub struct Column {
 impl Column {
     /// A text column.
     pub const fn label(key: &'static str, head: &'static str) -> Self {
-        Self::new(key, head, None, false)
+        Self {
+            key,
+            head,
+            decimals: None,
+            required: false,
+        }
     }
 
     /// A numeric column that every good row has.
     pub const fn figure(key: &'static str, head: &'static str, decimals: usize) -> Self {
-        Self::new(key, head, Some(decimals), true)
+        let mut column = Self::optional(key, head, decimals);
+        column.required = true;
+        column
     }
 
     /// A numeric column that some rows have.
     pub const fn optional(key: &'static str, head: &'static str, decimals: usize) -> Self {
-        Self::new(key, head, Some(decimals), false)
-    }
-
-    const fn new(
-        key: &'static str,
-        head: &'static str,
-        decimals: Option<usize>,
-        required: bool,
-    ) -> Self {
-        Self {
-            key,
-            head,
-            decimals,
-            required,
-        }
+        let mut column = Self::label(key, head);
+        column.decimals = Some(decimals);
+        column
     }
 }
 

@@ -49,12 +49,20 @@ enum Command {
     },
     /// Join two network namespaces by a WAN link in user space, over TUN devices.
     Link(link::LinkArgs),
-    /// Measure drover, its rivals and the limit, most important first. Results are kept, and what is kept and still holds
-    /// is not measured again.
-    #[command(after_long_help = bench::EXIT_CODES)]
+    /// Measure drover, its rivals and the limit, most important first
+    ///
+    /// Results are kept, and what is kept and still holds is not measured again.
+    ///
+    /// Exit codes (of several, the lowest but 0):
+    ///   0    every row is good, or was skipped: a rival is not installed
+    ///   1    a row failed, its file was wrong, or it lacks a figure
+    ///   4    something whole cannot be measured here: root, namespaces or the library are missing
+    ///   2    the command line is wrong
+    ///   130  interrupted; what was done is kept
+    #[command(verbatim_doc_comment)]
     Bench(bench::BenchArgs),
-    /// Make the document of what `bench` has kept, without measuring.
-    Document(bench::DocumentArgs),
+    /// Render docs/benchmarks.md from the rows that `bench` has kept, without measuring.
+    Document,
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case { request: String },
@@ -73,7 +81,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
         Command::Link(args) => return link::run(&args),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
-        Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
+        Command::Document => bench::make_document(experiments::ALL)?,
         Command::Case { request } => bench::run_case(experiments::ALL, &request)?,
     }
     Ok(ExitCode::SUCCESS)

@@ -1,18 +1,17 @@
 //! Generates `docs/benchmarks.md` from the stored rows: a summary, then every table, then what was not measured.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::PathBuf;
 
-use anyhow::{Context, Result};
-use clap::Args;
+use anyhow::{Context, Result, bail};
 
 use super::rows::{self, Record, Rows};
 use super::{Column, Experiment, Row, Verdict, plot};
 use crate::experiments::{NOT_MEASURED, lines, mover::key};
 use crate::rivals;
 
+const DOCUMENT: &str = "docs/benchmarks.md";
 /// The default file of rows.
 pub const ROWS: &str = "docs/benchmarks/rows.jsonl";
 /// The text around the tables.
@@ -28,51 +27,33 @@ const SUMMARY: &[Column] = &[
     Column::figure(key::TIMES_COPY, "times as fast as a plain copy", 2),
 ];
 
-/// What the document is made of, and where it goes.
-#[derive(Args)]
-pub struct DocumentArgs {
-    /// The document; its plots go into a directory of the same name.
-    #[arg(long, value_name = "FILE", default_value = "docs/benchmarks.md")]
-    document: PathBuf,
-    /// The file of rows.
-    #[arg(long, value_name = "FILE", default_value = ROWS)]
-    rows: PathBuf,
-}
-
-/// Generates the document. Omits rows of builds that are not in the repository.
+/// Generates the document.
 ///
 /// # Errors
-/// When the rows cannot be read, or a file cannot be written.
-pub fn make_document(experiments: &[Experiment], args: &DocumentArgs) -> Result<()> {
-    let all = Rows::read(&args.rows)?.all;
-    let known = |record: &Record| rows::is_in_repository(&record.build);
-    let (good, strange): (Vec<_>, Vec<_>) = all.into_iter().partition(known);
-    let dir = args.document.with_extension("");
-    let write = |path: PathBuf, text: &str| {
-        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
-    };
-    fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    for (name, _, svg) in plots(&good) {
-        write(dir.join(name).with_extension("svg"), &svg)?;
+/// When the rows cannot be read, a file cannot be written, or a row is of a build that is not in the repository.
+pub fn make_document(experiments: &[Experiment]) -> Result<()> {
+    let records = Rows::read(ROWS.as_ref())?.all;
+    let strange = |r: &&Record| !rows::is_in_repository(&r.build);
+    if let Some(Record { case, build, .. }) = records.iter().find(strange) {
+        bail!("{ROWS}: {case}: build {build} is not in this repository: measure it again");
     }
-    let pictures = dir.file_name().context("no file name")?.to_string_lossy();
-    let text = render(experiments, &good, &strange, &pictures);
-    write(args.document.clone(), &text)?;
-    eprintln!("made {}", args.document.display());
+    let write = |path: &str, text: &str| {
+        fs::write(path, text).with_context(|| format!("cannot write {path}"))
+    };
+    for (name, _, svg) in plots(&records) {
+        write(&format!("docs/benchmarks/{name}.svg"), &svg)?;
+    }
+    write(DOCUMENT, &render(experiments, &records))?;
+    eprintln!("made {DOCUMENT}");
     Ok(())
 }
 
-/// Renders the document. `strange` are records of builds that are not in the repository.
-pub fn render(
-    experiments: &[Experiment],
-    records: &[Record],
-    strange: &[Record],
-    pictures: &str,
-) -> String {
+/// Renders the document.
+pub fn render(experiments: &[Experiment], records: &[Record]) -> String {
     let machines: BTreeSet<&str> = records.iter().map(|r| r.machine.as_str()).collect();
     let machines = Vec::from_iter(machines);
     let plots = plots(records).into_iter();
-    let plots = plots.map(|(name, title, _)| format!("![{title}]({pictures}/{name}.svg)\n\n"));
+    let plots = plots.map(|(name, title, _)| format!("![{title}](benchmarks/{name}.svg)\n\n"));
     let mut answer = String::new();
     let whole = whole_library(records);
     if !whole.is_empty() {
@@ -94,17 +75,11 @@ pub fn render(
             let text = experiment.text.trim();
             _ = writeln!(tables, "## {title}\n\n{text}\n\n{table}");
         }
-        let listed = NOT_MEASURED.iter().filter(|listed| listed.0 == name);
-        let mut why: Vec<String> = listed.map(|(_, what)| (*what).to_owned()).collect();
-        let strange = strange.iter().filter(|r| r.experiment == name);
-        why.extend(strange.map(|Record { case, build, .. }| {
-            format!("{case} only with build `{build}`, which is not in this repository")
-        }));
-        if rows.is_empty() && why.is_empty() {
-            why.push("nothing yet".to_owned());
+        if rows.is_empty() {
+            _ = writeln!(missing, "- {name}: nothing yet.");
         }
-        if !why.is_empty() {
-            _ = writeln!(missing, "- {name}: {}.", why.join("; "));
+        for (_, what) in NOT_MEASURED.iter().filter(|listed| listed.0 == name) {
+            _ = writeln!(missing, "- {name}: {what}.");
         }
     }
     let machines = (1..).zip(machines);
@@ -199,38 +174,31 @@ fn cell(text: &str) -> String {
 
 /// The plots, as name, title and SVG: bytes and time for the library, and reads from a remote disk.
 fn plots(records: &[Record]) -> Vec<(&'static str, String, String)> {
-    let (mut plots, link) = (Vec::new(), lines::REFERENCE.describe());
     let whole = whole_library(records);
-    for (name, what, figure, unit) in [
-        ("bytes", "Bytes", key::BYTES, "MB on the link"),
-        ("seconds", "Time", key::SECONDS, "seconds"),
+    let mut mount = rows_of(records, "mount");
+    mount.retain(|(_, row)| {
+        let setting = ["disk", "rate", "rtt"].map(|key| row.label(key));
+        row.verdict == Verdict::Good && setting == ["noise", "1000", "40"]
+    });
+    let library = format!("The whole library over {}", lines::REFERENCE.describe());
+    let far = "Reading a remote disk in order, 1 Gbit/s, 40 ms".to_owned();
+    let mut plots = Vec::new();
+    for (name, rows, figure, title) in [
+        (
+            "bytes",
+            &whole,
+            key::BYTES,
+            format!("{library}: MB on the link"),
+        ),
+        ("seconds", &whole, key::SECONDS, library + ": seconds"),
+        ("mount", &mount, "read_mib_s", far + ": MiB/s"),
     ] {
         let bar = |(_, row): &(_, &'_ Row)| Some((row.label("by").to_owned(), row.value(figure)?));
-        let bars: Vec<_> = whole.iter().filter_map(bar).collect();
+        let bars: Vec<_> = rows.iter().filter_map(bar).collect();
         if !bars.is_empty() {
-            let title = format!("{what} of the whole library over {link}");
-            let svg = plot::bars(&title, unit, &bars);
+            let svg = plot::bars(&title, &bars);
             plots.push((name, title, svg));
         }
-    }
-    let mut by: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
-    for (_, row) in rows_of(records, "mount") {
-        let setting = [row.label("disk"), row.label("rate")];
-        let point = (row.label("rtt").parse(), row.value("read_mib_s"));
-        if let (Ok(rtt), Some(rate)) = point
-            && setting == ["noise", "1000"]
-            && row.verdict == Verdict::Good
-        {
-            let line = by.entry(row.label("by").to_owned()).or_default();
-            line.push((rtt, rate));
-            line.sort_by(|a, b| a.0.total_cmp(&b.0));
-        }
-    }
-    if !by.is_empty() {
-        let title = "Reading a far disk in order, 1 Gbit/s".to_owned();
-        let lines = Vec::from_iter(by);
-        let svg = plot::lines(&title, "round trip, ms", "MiB a second", &lines);
-        plots.push(("mount", title, svg));
     }
     plots
 }

@@ -1,31 +1,35 @@
 //! Runs each case in its own process, so that a crash or a hang does not end the run.
 //!
-//! The process leads a process group, which includes everything it starts. It ends itself and the group when its stdin
-//! is closed: on Ctrl-C, at its deadline, and when the run is killed (`kill -9`).
+//! `timeout` makes that process and everything it starts a process group, ends it at the deadline, and when the run is
+//! killed (`kill -9`), which `setpriv` has the kernel tell it.
 
-use std::any::Any;
 use std::fs;
 use std::io;
-use std::os::unix::process::CommandExt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::thread::sleep;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rustix::process::{Pid, Signal, getpgrp, getpid, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
+use signal_hook::consts::SIGTERM;
 
 use super::{Case, Experiment, Row, Verdict};
 use crate::setup::Lab;
 use crate::shell;
 
-/// Deadline: a case that takes longer hangs.
-const PATIENCE: Duration = Duration::from_secs(4 * 3600);
-/// Time for a case to clean up.
-const CLEAN_UP: Duration = Duration::from_secs(5);
+/// Runs a command, that is told to end after 4 h, or when this process dies, and killed if it does not.
+const GUARD: [&str; 6] = [
+    "setpriv",
+    "--pdeathsig",
+    "TERM",
+    "timeout",
+    "--kill-after=5",
+    "4h",
+];
 /// Polling interval.
 const EVERY: Duration = Duration::from_millis(50);
 
@@ -57,27 +61,32 @@ pub fn measure(
         lab: lab.clone(),
     };
     // The run's own stdout is for its results.
-    let mut child = Command::new(std::env::current_exe()?)
+    let mut child = Command::new(GUARD[0])
+        .args(&GUARD[1..])
+        .arg(std::env::current_exe()?)
         .args(["case", &serde_json::to_string(&request)?])
-        .stdin(Stdio::piped())
+        .stdin(Stdio::null())
         .stdout(io::stderr())
-        .process_group(0)
         .spawn()
         .context("cannot start a process for the case")?;
     let group = Pid::from_child(&child);
-    let stop = || interrupted.load(Ordering::Relaxed);
-    until(PATIENCE, || stop() || !matches!(child.try_wait(), Ok(None)));
-    let ended = child.try_wait()?.is_some();
-    // A case that still runs ends itself and its children; what remains is killed.
-    drop(child.stdin.take());
-    until(2 * CLEAN_UP, || !matches!(child.try_wait(), Ok(None)));
-    let _ = kill_process_group(group, Signal::KILL);
-    let status = child.wait()?;
-    // The kernel takes a moment.
-    until(2 * CLEAN_UP, || others_of(group).is_empty());
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        // Again and again: a case whose rival was ended continues with the next.
+        if interrupted.load(Ordering::Relaxed) {
+            let _ = kill_process_group(group, Signal::TERM);
+        }
+        sleep(EVERY);
+    };
+    // What the case left running is killed, which takes the kernel a moment.
+    while shell::processes().iter().any(|p| p.group == group) {
+        let _ = kill_process_group(group, Signal::KILL);
+        sleep(EVERY);
+    }
     match fs::read(&request.answer) {
-        _ if !ended && stop() => Ok(None),
-        _ if !ended => bail!("ended after {} s", PATIENCE.as_secs()),
+        _ if interrupted.load(Ordering::Relaxed) => Ok(None),
         Ok(answer) => {
             let answer: Result<Vec<Row>, String> = serde_json::from_slice(&answer)?;
             answer.map(Some).map_err(anyhow::Error::msg)
@@ -86,20 +95,13 @@ pub fn measure(
     }
 }
 
-/// Waits until `done`, or for `limit`.
-fn until(limit: Duration, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() && start.elapsed() < limit {
-        thread::sleep(EVERY);
-    }
-}
-
 /// Measures one case and writes its rows, or why there are none.
 ///
 /// # Errors
 /// When there is no such case, or the answer cannot be written.
 pub fn run_case(experiments: &[Experiment], request: &str) -> Result<()> {
-    end_with_stdin();
+    // What ends is what it runs: the case gets errors, and cleans up.
+    signal_hook::flag::register(SIGTERM, Arc::default())?;
     let request: Request = serde_json::from_str(request)?;
     let mut experiments = experiments.iter();
     let experiment = experiments.find(|e| e.name == request.experiment);
@@ -107,20 +109,8 @@ pub fn run_case(experiments: &[Experiment], request: &str) -> Result<()> {
     let mut cases = (experiment.cases)(&request.lab)?.into_iter();
     let case = cases.find(|case| case.id == request.case);
     let case = case.context("no such case")?;
-    let run = AssertUnwindSafe(|| (experiment.run)(&request.lab, &case));
-    let answer = match catch_unwind(run) {
-        Ok(outcome) => outcome.map_err(|error| format!("{error:#}")),
-        Err(panic) => Err(format!("panicked: {}", text_of(&*panic))),
-    };
+    let answer = (experiment.run)(&request.lab, &case).map_err(|error| format!("{error:#}"));
     fs::write(&request.answer, serde_json::to_vec(&answer)?).context("cannot write the answer")
-}
-
-/// The message of a panic.
-fn text_of(panic: &(dyn Any + Send)) -> &str {
-    let owned = panic.downcast_ref::<String>().map(String::as_str);
-    owned
-        .or(panic.downcast_ref().copied())
-        .unwrap_or("no message")
 }
 
 /// Validates the rows of a case; an error becomes a failed row. A good row also fails when a required figure is missing.
@@ -139,30 +129,4 @@ pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -
         }
     }
     rows
-}
-
-/// Ends this process group when stdin is closed; all other processes first, so that the case itself gets errors and can
-/// clean up.
-fn end_with_stdin() {
-    let group = getpgrp();
-    if group != getpid() {
-        return; // started by hand, in the group of a shell
-    }
-    thread::spawn(move || {
-        let _ = io::copy(&mut io::stdin(), &mut io::sink());
-        until(CLEAN_UP, || {
-            for member in others_of(group) {
-                let _ = kill_process(member, Signal::TERM);
-            }
-            false
-        });
-        let _ = kill_process_group(group, Signal::KILL);
-    });
-}
-
-/// The running processes of a group except its leader.
-fn others_of(group: Pid) -> Vec<Pid> {
-    let mut processes = shell::processes();
-    processes.retain(|process| process.group == group && process.pid != group);
-    processes.into_iter().map(|process| process.pid).collect()
 }

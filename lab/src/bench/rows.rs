@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 
 use anyhow::{Context, Result};
 use drover_storage::atomic_replace;
@@ -98,7 +98,6 @@ pub fn is_commit(build: &str) -> bool {
 
 /// The commit of the checkout, with `-dirty` if anything but documents differs from it.
 pub fn commit() -> String {
-    let git = |args: &[&str]| shell::run(Command::new("git").args(args));
     let Ok(head) = git(&["rev-parse", "--short=10", "HEAD"]) else {
         return "unknown".to_owned();
     };
@@ -109,6 +108,9 @@ pub fn commit() -> String {
 
 /// Whether a build can be reproduced from this repository.
 pub fn is_in_repository(build: &str) -> bool {
-    let object = format!("{build}^{{commit}}");
-    shell::run(Command::new("git").args(["cat-file", "-e", &object])).is_ok()
+    git(&["cat-file", "-e", &format!("{build}^{{commit}}")]).is_ok()
+}
+
+fn git(args: &[&str]) -> Result<Output> {
+    shell::run(Command::new("git").args(args))
 }

@@ -14,32 +14,21 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use super::document::{self, table};
 use super::process;
 use super::rows::{self, Record, Rows};
-use super::{Case, Experiment, Need, Row, Verdict};
+use super::{Case, Experiment, Need, Verdict};
 use crate::library::{self, Set};
 use crate::setup::Lab;
 use crate::{link, watch};
 
 /// Exit code after SIGINT, by shell convention.
 const INTERRUPTED: u8 = 130;
+/// Exit code when something failed.
+const FAILED: u8 = 1;
 /// Exit code when something cannot be measured here.
 const LACKING: u8 = 4;
-
-/// Shown by `--help`.
-pub const EXIT_CODES: &str = "\
-Exit codes (of several, the lowest but 0):
-  0    every row is good; rivals that are not installed were skipped
-  1    a row of drover failed, its file was wrong, or it lacks a figure
-  3    a rival's row failed or its file was wrong
-  4    something whole cannot be measured here: root, namespaces or the library are missing
-  2    the command line is wrong
-  130  interrupted; what was done is kept";
 
 /// What to measure, and for how long.
 #[derive(Args)]
 pub struct BenchArgs {
-    /// No case is begun after so many minutes [default: no limit].
-    #[arg(long)]
-    minutes: Option<f64>,
     /// Every case of every experiment, not only those that a run should have.
     #[arg(long)]
     full: bool,
@@ -119,19 +108,13 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, interrupted.clone())?;
     }
-    let (started, machine) = (Instant::now(), watch::machine());
-    let limit = args.minutes.map_or(f64::INFINITY, |minutes| minutes * 60.0);
-    let mut left_out = 0;
+    let machine = watch::machine();
     for (at, (experiment, name, case)) in cases.iter().enumerate() {
         let at = format!("[{}/{}] {name}", at + 1, cases.len());
         let subject = case.rival.as_ref().unwrap_or(&drover).clone();
         let holds = |r: &Record| r.is_good() && r.subject == subject && r.machine == machine;
         if !args.again && kept.of(experiment.name, &case.id).is_some_and(holds) {
             eprintln!("{at}: kept");
-            continue;
-        }
-        if started.elapsed().as_secs_f64() > limit {
-            left_out += 1;
             continue;
         }
         if let Some(why) = case.needs.iter().find_map(|need| lacks(lab, *need)) {
@@ -148,7 +131,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         let rows = process::judged(experiment, case, rows);
         for row in rows.iter().filter(|row| row.verdict != Verdict::Good) {
             eprintln!("  {}", row.verdict.words());
-            codes.extend(code(case, row));
+            codes.extend((!matches!(row.verdict, Verdict::Skipped(_))).then_some(FAILED));
         }
         let (count, seconds) = (rows.len(), begun.elapsed().as_secs_f64());
         eprintln!("  {count} row(s) in {seconds:.0} s");
@@ -166,9 +149,6 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         let table = table(experiment.columns, &rows, &[&machine]);
         println!("{}\n{table}", experiment.title);
         kept.keep(record).context("the result is lost")?;
-    }
-    if left_out > 0 {
-        eprintln!("{left_out} case(s) skipped: time limit reached; run again to continue");
     }
     if interrupted.load(Ordering::Relaxed) {
         eprintln!("interrupted: finished cases are kept; run again to continue");
@@ -195,19 +175,6 @@ fn like(pattern: &[u8], text: &[u8]) -> bool {
         ([b'*', ..], [_, text @ ..]) => like(pattern, text),
         ([p, rest @ ..], [c, text @ ..]) => (p == c || *p == b'?') && like(rest, text),
         _ => pattern.is_empty() && text.is_empty(),
-    }
-}
-
-/// The exit code for a row. A case of drover may include rivals: the label `by` names the subject.
-fn code(case: &Case, row: &Row) -> Option<u8> {
-    let by = row.label("by");
-    let own = by.is_empty() || by == case.id || by.starts_with("drover") || by.starts_with("limit");
-    let rival = case.rival.is_some() || !own;
-    match row.verdict {
-        Verdict::Good => None,
-        // A missing rival is not a failure.
-        Verdict::Skipped(_) => (!rival).then_some(LACKING),
-        Verdict::Failed(_) | Verdict::Wrong(_) => Some(if rival { 3 } else { 1 }),
     }
 }
 

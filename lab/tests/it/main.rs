@@ -75,6 +75,13 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(pid, signal).unwrap();
 }
 
+/// The child of a process.
+fn child_of(parent: i32) -> i32 {
+    let path = format!("/proc/{parent}/task/{parent}/children");
+    let children = fs::read_to_string(path).unwrap();
+    children.trim().parse().expect("one child")
+}
+
 /// Whether a process of the stand-in is still there.
 fn some_run(dir: &Path) -> bool {
     let pids = fs::read_to_string(dir.join("pids")).unwrap();
@@ -146,17 +153,9 @@ fn nothing_outlives_a_run_that_was_killed() {
 fn a_case_whose_process_dies_is_a_row() {
     let dir = tempfile::tempdir().unwrap();
     let mut child = begun(dir.path());
-    let case = fs::read_dir("/proc")
-        .unwrap()
-        .filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok())
-        .find(|pid| {
-            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            let parent = stat
-                .rsplit_once(')')
-                .and_then(|(_, rest)| rest.split_whitespace().nth(1));
-            parent == Some(&child.id().to_string())
-        });
-    kill_process(Pid::from_raw(case.unwrap()).unwrap(), Signal::KILL).unwrap();
+    // The run has one child, `timeout`, and that has the case.
+    let case = child_of(child_of(child.id().cast_signed()));
+    kill_process(Pid::from_raw(case).unwrap(), Signal::KILL).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(1));
     let said = fs::read_to_string(dir.path().join("said")).unwrap();
     assert!(said.contains("FAILED: its process ended"), "{said}");
