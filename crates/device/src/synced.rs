@@ -82,12 +82,7 @@ impl Synced {
         let mut log = found.log;
         let link = remote.link();
         if matches!(link, Link::Up(_)) {
-            let dirty = log.chunks().any(|c| {
-                matches!(
-                    c.1,
-                    ChunkState::Dirty | ChunkState::Partial | ChunkState::Erased
-                )
-            });
+            let dirty = log.is_dirty();
             let fresh = log.chunks().next().is_none();
             let theirs = remote.committed();
             let known = log.knows(theirs);

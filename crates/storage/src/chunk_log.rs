@@ -28,6 +28,8 @@ const REWRITE_TIMES: u64 = 4;
 pub struct ChunkLog {
     directory: Arc<dyn Directory>,
     name: String,
+    /// The caller's.
+    pub(crate) header: Vec<u8>,
     log: RecordLog,
     /// The number of the last frame.
     sequence: u64,
@@ -113,10 +115,11 @@ impl ChunkLog {
         }
     }
 
-    /// Whether the log has grown enough since its snapshot that [`ChunkLog::rewrite`] is due.
+    /// Whether [`ChunkLog::rewrite`] is due: the log is broken, or has grown enough since its snapshot.
     #[must_use]
     pub fn wants_rewrite(&self) -> bool {
-        self.bytes() > REWRITE_BYTES && self.bytes() > self.snapshot * REWRITE_TIMES
+        let long = self.bytes() > REWRITE_BYTES && self.bytes() > self.snapshot * REWRITE_TIMES;
+        long || self.is_broken()
     }
 
     /// Whether the contents of the file are unknown because a sync failed. Only [`ChunkLog::rewrite`], or reopening the
@@ -174,6 +177,7 @@ impl ChunkLog {
         let mut log = Self {
             directory,
             name: name.to_owned(),
+            header: header.to_vec(),
             log: RecordLog::new(Arc::clone(&file), header_bytes(header, 0).len() as u64),
             sequence: 0,
             durable: 0,

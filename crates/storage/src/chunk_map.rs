@@ -1,135 +1,315 @@
-//! A durable value for each chunk of a device: a [chunk log](crate::chunk_log) and its contents in memory, from which
-//! the log is rewritten when it has grown long.
+//! A value for each chunk of a device, in little memory, and keeping it in a [chunk log](crate::chunk_log).
+//!
+//! With [`ChunkMap::save`], the map has what the file records. With [`ChunkMap::set`], it has the current values, and
+//! the owner logs those that have changed ([`ChunkMap::take_changed`]): they can be read meanwhile.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
+use std::ops::Range;
 
-use crate::chunk_log::{ChunkLog, ChunkLogError, Opened, Record};
+use crate::chunk_log::{ChunkLog, ChunkLogError, Record};
 
-/// Records with this state or above are notes: not about chunks, and interpreted by their owner.
-pub const FIRST_NOTE: u8 = 64;
+/// Chunks per page.
+const PAGE: u64 = 16_384;
 
-/// The value that a [`ChunkMap`] keeps per chunk.
-pub trait ChunkValue: Copy {
-    /// Its encoding in a record: a state below [`FIRST_NOTE`], and a mask. Both are 0 for a chunk without a value.
+/// The value that a [`ChunkMap`] keeps per chunk. A chunk with the default value is not recorded.
+pub trait ChunkValue: Copy + Default + Eq {
+    /// Bits of a state: a divisor of 64.
+    const BITS: u32;
+
+    /// Its encoding in a record: a state of [`ChunkValue::BITS`] bits, which is 0 for the default value only, and a mask.
     fn parts(self) -> (u8, u64);
 
-    /// Decodes a value, if valid.
+    /// Decodes the value of a record, if valid.
     fn from_parts(state: u8, mask: u64) -> Option<Self>;
 }
 
-/// The values of all chunks. Takes a byte of memory per chunk, and more for each with a mask other than 0.
+/// The values of all chunks, and which of them have changed since they were last taken. Takes memory for pages in which
+/// the states differ, and for each mask other than 0.
+#[derive(Default)]
 pub struct ChunkMap<V> {
-    log: ChunkLog,
-    header: Vec<u8>,
-    states: Vec<u8>,
+    /// A missing page is of the default state, which is 0.
+    pages: BTreeMap<u64, Page<V>>,
+    /// Masks other than 0, by chunk.
     masks: BTreeMap<u64, u64>,
-    values: PhantomData<V>,
+    /// Changed chunks: run ends by run start. Grows with changes that were not taken.
+    changed: BTreeMap<u64, u64>,
+    /// Chunks of another state than the default.
+    count: u64,
 }
 
-impl<V: ChunkValue> ChunkMap<V> {
-    /// Wraps a log just created with this header, for this many chunks.
-    #[must_use]
-    pub fn new(log: ChunkLog, header: Vec<u8>, chunks: u64) -> Self {
-        Self {
-            log,
-            header,
-            states: states(chunks),
-            masks: BTreeMap::new(),
-            values: PhantomData,
+/// The states of the chunks of a page.
+enum Page<V> {
+    /// All the same.
+    All(u64),
+    /// Packed into words.
+    Each(Box<[u64]>, PhantomData<V>),
+}
+
+impl<V: ChunkValue> Page<V> {
+    const PER_WORD: u64 = 64 / V::BITS as u64;
+    /// The bits of the first state in a word.
+    const FIRST: u64 = (1 << V::BITS) - 1;
+
+    /// A word of chunks in one state.
+    fn word(state: u64) -> u64 {
+        u64::MAX / Self::FIRST * state
+    }
+
+    /// Where a chunk's state is: the word, and the first bit in it.
+    fn place(within: u64) -> (usize, u32) {
+        let (word, nth) = (within / Self::PER_WORD, within % Self::PER_WORD);
+        (word as usize, nth as u32 * V::BITS)
+    }
+
+    fn get(&self, within: u64) -> u64 {
+        match self {
+            Self::All(state) => *state,
+            Self::Each(words, _) => {
+                let (word, shift) = Self::place(within);
+                words[word] >> shift & Self::FIRST
+            }
         }
     }
 
-    /// Replays a log; `each` sees every record, including the notes. `header` replaces the log's own at the next
-    /// rewrite.
-    ///
-    /// # Errors
-    /// As [`Opened::replay`]; [`ChunkLogError::Corrupt`] for an invalid chunk or value, and where `each` rejects a
-    /// record with a reason.
-    pub fn replay(
-        opened: Opened,
-        header: Vec<u8>,
-        chunks: u64,
-        mut each: impl FnMut(&Record) -> Result<(), String>,
-    ) -> Result<Self, ChunkLogError> {
-        let mut states = states(chunks);
-        let mut masks = BTreeMap::new();
-        let log = opened.replay(|record| {
-            each(&record)?;
-            if record.state >= FIRST_NOTE {
-                return Ok(());
+    fn set(&mut self, within: Range<u64>, state: u64) {
+        if let Self::All(all) = self {
+            if *all == state {
+                return;
             }
-            if V::from_parts(record.state, record.mask).is_none() {
-                return Err(format!("a chunk in state {}", record.state));
+            let words = vec![Self::word(*all); (PAGE / Self::PER_WORD) as usize];
+            *self = Self::Each(words.into(), PhantomData);
+        }
+        if let Self::Each(words, _) = self {
+            for (word, shift) in within.map(Self::place) {
+                words[word] = words[word] & !(Self::FIRST << shift) | state << shift;
             }
-            let end = record.first.checked_add(u64::from(record.count));
-            let end = end
-                .filter(|end| *end <= chunks)
-                .ok_or_else(|| format!("chunks at {} of a device of {chunks}", record.first))?;
-            for index in record.first..end {
-                set(&mut states, &mut masks, index, (record.state, record.mask));
-            }
-            Ok(())
-        })?;
-        Ok(Self {
-            log,
-            header,
-            states,
-            masks,
-            values: PhantomData,
-        })
+        }
     }
 
-    /// The value of a chunk, as recorded in the file.
+    /// End of the run of one state that contains `within`.
+    fn run_end(&self, within: u64) -> u64 {
+        let Self::Each(words, _) = self else {
+            return PAGE;
+        };
+        let same = Self::word(self.get(within));
+        let mut at = within;
+        while at < PAGE {
+            let (word, shift) = Self::place(at);
+            // A bit wherever a chunk's state differs.
+            let differ = (words[word] ^ same) >> shift;
+            if differ != 0 {
+                return at + u64::from(differ.trailing_zeros() / V::BITS);
+            }
+            at = (at / Self::PER_WORD + 1) * Self::PER_WORD;
+        }
+        PAGE
+    }
+}
+
+impl<V: ChunkValue> ChunkMap<V> {
+    /// Chunks of another state than the default.
     #[must_use]
-    pub fn get(&self, index: u64) -> Option<V> {
-        let mask = self.masks.get(&index).copied().unwrap_or(0);
-        V::from_parts(*self.states.get(index as usize)?, mask)
+    pub fn count(&self) -> u64 {
+        self.count
     }
 
-    /// The chunks with a value, in order.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, V)> {
-        let mut masks = self.masks.iter().peekable();
-        let there = (0u64..).zip(&self.states).filter(|chunk| *chunk.1 != 0);
-        there.filter_map(move |(index, state)| {
-            while masks.next_if(|mask| *mask.0 < index).is_some() {}
-            let mask = masks.next_if(|mask| *mask.0 == index);
-            Some((
-                index,
-                V::from_parts(*state, mask.map_or(0, |mask| *mask.1))?,
-            ))
+    /// The value of a chunk.
+    #[must_use]
+    pub fn get(&self, chunk: u64) -> V {
+        V::from_parts(self.state(chunk) as u8, self.mask(chunk)).unwrap_or_default()
+    }
+
+    fn state(&self, chunk: u64) -> u64 {
+        let page = self.pages.get(&(chunk / PAGE));
+        page.map_or(0, |page| page.get(chunk % PAGE))
+    }
+
+    fn mask(&self, chunk: u64) -> u64 {
+        self.masks.get(&chunk).copied().unwrap_or(0)
+    }
+
+    /// End of the run that contains `chunk`, at most `end`.
+    fn run_end(&self, chunk: u64, end: u64) -> u64 {
+        let end = match self.mask(chunk) {
+            0 => {
+                let mut masks = self.masks.range(chunk..end);
+                masks.next().map_or(end, |mask| *mask.0)
+            }
+            mask => (chunk + 1..end)
+                .find(|next| self.mask(*next) != mask)
+                .unwrap_or(end),
+        };
+        let state = self.state(chunk);
+        let mut at = chunk;
+        while at < end && self.state(at) == state {
+            let start = at / PAGE * PAGE;
+            at = match self.pages.get(&(at / PAGE)) {
+                Some(page) => start + page.run_end(at - start),
+                // Up to the next existing page.
+                None => match self.pages.range(at / PAGE..).next() {
+                    Some((next, _)) => next * PAGE,
+                    None => end,
+                },
+            };
+        }
+        at.min(end)
+    }
+
+    /// The runs of a range, in order; adjacent runs differ in value.
+    pub fn runs(&self, chunks: Range<u64>) -> impl Iterator<Item = (Range<u64>, V)> {
+        let mut at = chunks.start;
+        std::iter::from_fn(move || {
+            if at >= chunks.end {
+                return None;
+            }
+            let start = at;
+            at = self.run_end(at, chunks.end);
+            Some((start..at, self.get(start)))
         })
     }
 
-    /// Records values: durably, or so that they survive a killed process. Values the file has already cost nothing.
-    /// `notes` are all current notes, in case the file is rewritten.
+    /// The runs of all chunks with another value than the default, in order.
+    pub fn recorded(&self) -> impl Iterator<Item = (Range<u64>, V)> {
+        let last = self.pages.last_key_value();
+        self.runs(0..last.map_or(0, |page| (page.0 + 1) * PAGE))
+            .filter(|run| run.1 != V::default())
+    }
+
+    /// The chunks of a range with the default value.
+    #[must_use]
+    pub fn unrecorded(&self, chunks: Range<u64>) -> u64 {
+        let runs = self.runs(chunks).filter(|run| run.1 == V::default());
+        runs.map(|run| run.0.end - run.0.start).sum()
+    }
+
+    /// Sets the value of chunks without marking them changed.
+    pub fn load(&mut self, chunks: Range<u64>, value: V) {
+        let (state, mask) = match value.parts() {
+            (0, _) => (0, 0),
+            (state, mask) => (u64::from(state), mask),
+        };
+        debug_assert!(state <= Page::<V>::FIRST);
+        let mut at = chunks.start;
+        while at < chunks.end {
+            let start = at / PAGE * PAGE;
+            let end = chunks.end.min(start + PAGE);
+            self.count -= end - at - self.unrecorded(at..end);
+            while let Some((&chunk, _)) = self.masks.range(at..end).next() {
+                self.masks.remove(&chunk);
+            }
+            if state != 0 {
+                self.count += end - at;
+            }
+            if mask != 0 {
+                self.masks.extend((at..end).map(|chunk| (chunk, mask)));
+            }
+            if end - at == PAGE {
+                self.pages.insert(at / PAGE, Page::All(state));
+            } else {
+                let page = self.pages.entry(at / PAGE).or_insert(Page::All(0));
+                page.set(at - start..end - start, state);
+            }
+            at = end;
+        }
+    }
+
+    /// Loads a record of a log, if it is about chunks of a device of `device` chunks.
     ///
     /// # Errors
-    /// [`ChunkLogError`]; the map is unchanged then.
+    /// What is wrong with the record, as [`ChunkLog`] reports it.
+    pub fn replay(&mut self, record: Record, device: u64) -> Result<(), String> {
+        let value = V::from_parts(record.state, record.mask)
+            .ok_or_else(|| format!("a chunk in state {}", record.state))?;
+        let end = record.first.checked_add(u64::from(record.count));
+        let end = end
+            .filter(|end| *end <= device)
+            .ok_or_else(|| format!("chunks at {} of a device of {device}", record.first))?;
+        self.load(record.first..end, value);
+        Ok(())
+    }
+
+    /// Sets the value of chunks, and marks those changed that had another.
+    pub fn set(&mut self, chunks: Range<u64>, value: V) {
+        let news: Vec<_> = self
+            .runs(chunks)
+            .filter(|run| run.1 != value)
+            .map(|run| run.0)
+            .collect();
+        for run in news {
+            self.load(run.clone(), value);
+            self.mark(run);
+        }
+    }
+
+    fn mark(&mut self, run: Range<u64>) {
+        let (mut start, mut end) = (run.start, run.end);
+        while let Some((&from, &to)) = self.changed.range(..=end).next_back()
+            && to >= start
+        {
+            self.changed.remove(&from);
+            (start, end) = (start.min(from), end.max(to));
+        }
+        self.changed.insert(start, end);
+    }
+
+    /// Takes the changed runs, with their current values.
+    pub fn take_changed(&mut self) -> Vec<Record> {
+        let changed = std::mem::take(&mut self.changed).into_iter();
+        let runs = changed.flat_map(|(start, end)| self.runs(start..end));
+        runs.flat_map(records_of).collect()
+    }
+
+    /// Marks chunks changed again whose records were taken but not logged.
+    pub fn mark_again(&mut self, records: &[Record]) {
+        for record in records {
+            self.mark(record.first..record.first + u64::from(record.count));
+        }
+    }
+
+    /// The records of all chunks with another value than the default.
+    pub fn snapshot(&self) -> impl Iterator<Item = Record> {
+        self.recorded().flat_map(records_of)
+    }
+
+    /// Rewrites a log: its header, `notes`, which are its records that are not about chunks, and the values.
+    ///
+    /// # Errors
+    /// As [`ChunkLog::rewrite`].
+    pub fn rewrite(&self, log: &mut ChunkLog, notes: &[Record]) -> Result<(), ChunkLogError> {
+        let header = log.header.clone();
+        log.rewrite(&header, notes.iter().copied().chain(self.snapshot()))
+    }
+
+    /// Records values: durably, or so that they survive a killed process. Values the map has already cost nothing.
+    /// `notes` are all current notes, in case the log is rewritten.
+    ///
+    /// # Errors
+    /// [`ChunkLogError`]; the map is unchanged then, unless all that failed was a rewrite that was due.
     pub fn save(
         &mut self,
+        log: &mut ChunkLog,
         values: impl Iterator<Item = (u64, V)> + Clone,
         durably: bool,
         notes: &[Record],
     ) -> Result<(), ChunkLogError> {
-        let mut records: Vec<Record> = Vec::new();
-        for (index, value) in values.clone() {
-            let known = self.masks.get(&index).copied().unwrap_or(0);
-            if (self.states[index as usize], known) != value.parts() {
-                push(&mut records, index, value.parts());
-            }
+        let mut news = Self::default();
+        for (chunk, value) in values.clone().filter(|new| self.get(new.0) != new.1) {
+            news.load(chunk..chunk + 1, value);
+            news.mark(chunk..chunk + 1);
         }
-        if durably || (self.log.is_broken() && !records.is_empty()) {
-            self.append(&records, notes)?;
+        let records = news.take_changed();
+        if durably || (log.is_broken() && !records.is_empty()) {
+            self.append(log, &records, notes)?;
         } else if !records.is_empty() {
-            self.log.append(&records)?;
-            self.log.hand_over()?;
+            log.append(&records)?;
+            log.hand_over()?;
         }
-        for (index, value) in values {
-            set(&mut self.states, &mut self.masks, index, value.parts());
+        for (chunk, value) in values {
+            self.load(chunk..chunk + 1, value);
         }
-        match self.log.wants_rewrite() {
-            true => self.rewrite(notes),
+        match log.wants_rewrite() {
+            true => self.rewrite(log, notes),
             false => Ok(()),
         }
     }
@@ -138,249 +318,49 @@ impl<V: ChunkValue> ChunkMap<V> {
     ///
     /// # Errors
     /// [`ChunkLogError`].
-    pub fn append(&mut self, records: &[Record], notes: &[Record]) -> Result<(), ChunkLogError> {
-        if self.log.is_broken() {
-            self.rewrite(notes)?;
+    pub fn append(
+        &self,
+        log: &mut ChunkLog,
+        records: &[Record],
+        notes: &[Record],
+    ) -> Result<(), ChunkLogError> {
+        if log.is_broken() {
+            self.rewrite(log, notes)?;
         }
-        self.log.append(records)?;
-        self.log.sync()
+        log.append(records)?;
+        log.sync()
     }
 
-    /// Clears the values of all chunks, durably.
+    /// Gives all chunks of a device of `device` chunks the default value, durably and at once.
     ///
     /// # Errors
     /// [`ChunkLogError`]; the map is unchanged then.
-    pub fn clear(&mut self, notes: &[Record]) -> Result<(), ChunkLogError> {
-        let count = u32::try_from(self.states.len()).unwrap_or(u32::MAX);
-        let nothing = Record {
-            count,
-            ..Record::default()
-        };
-        self.append(&[nothing], notes)?;
-        self.states.fill(0);
-        self.masks.clear();
+    pub fn clear(
+        &mut self,
+        log: &mut ChunkLog,
+        device: u64,
+        notes: &[Record],
+    ) -> Result<(), ChunkLogError> {
+        let nothing: Vec<_> = records_of((0..device, V::default())).collect();
+        self.append(log, &nothing, notes)?;
+        *self = Self::default();
         Ok(())
     }
-
-    /// Rewrites the file: the notes, and the values of the chunks.
-    ///
-    /// # Errors
-    /// As [`ChunkLog::rewrite`].
-    pub fn rewrite(&mut self, notes: &[Record]) -> Result<(), ChunkLogError> {
-        let mut records = notes.to_vec();
-        for (index, value) in self.iter() {
-            push(&mut records, index, value.parts());
-        }
-        self.log.rewrite(&self.header, records)
-    }
 }
 
-fn states(chunks: u64) -> Vec<u8> {
-    vec![0; usize::try_from(chunks).unwrap_or(usize::MAX)]
-}
-
-fn set(states: &mut [u8], masks: &mut BTreeMap<u64, u64>, index: u64, (state, mask): (u8, u64)) {
-    states[index as usize] = state;
-    match mask {
-        0 => masks.remove(&index),
-        mask => masks.insert(index, mask),
-    };
-}
-
-/// Adds a chunk's record, or extends the last one.
-fn push(records: &mut Vec<Record>, index: u64, (state, mask): (u8, u64)) {
-    match records.last_mut() {
-        Some(last)
-            if last.first + u64::from(last.count) == index
-                && (last.state, last.mask) == (state, mask)
-                && last.count < u32::MAX =>
-        {
-            last.count += 1;
-        }
-        _ => records.push(Record {
-            first: index,
-            count: 1,
+/// Splits a run into records of the largest possible count.
+fn records_of<V: ChunkValue>((chunks, value): (Range<u64>, V)) -> impl Iterator<Item = Record> {
+    const MAX_COUNT: u64 = u32::MAX as u64;
+    let (state, mask) = value.parts();
+    (chunks.start..chunks.end)
+        .step_by(MAX_COUNT as usize)
+        .map(move |first| Record {
+            first,
+            count: (chunks.end - first).min(MAX_COUNT) as u32,
             state,
             mask,
-        }),
-    }
+        })
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use fastrand::Rng;
-
-    use super::*;
-    use crate::FakeDirectory;
-
-    /// A generation, as chunks of a migrated machine have.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Generation(u32);
-
-    impl ChunkValue for Generation {
-        fn parts(self) -> (u8, u64) {
-            (u8::from(self.0 > 0), u64::from(self.0))
-        }
-
-        fn from_parts(state: u8, mask: u64) -> Option<Self> {
-            let fine = state < 2;
-            fine.then_some(Self(u32::try_from(mask).ok()?))
-        }
-    }
-
-    const NOTE: Record = Record {
-        first: 7,
-        count: 1,
-        state: FIRST_NOTE,
-        mask: 0,
-    };
-
-    fn open(fake: &FakeDirectory) -> (ChunkMap<Generation>, u32) {
-        let opened = ChunkLog::open(Arc::new(fake.clone()), "map").unwrap();
-        let mut notes = 0;
-        let map = ChunkMap::replay(opened, b"header".to_vec(), 100, |record| {
-            notes += u32::from(record.state == FIRST_NOTE);
-            Ok(())
-        });
-        (map.unwrap(), notes)
-    }
-
-    /// Whatever is lost, each chunk has a value that it was given, at least as new as the last durable one.
-    #[test]
-    fn what_was_saved_durably_is_there_after_a_crash() {
-        for seed in 0..300 {
-            let mut rng = Rng::with_seed(seed);
-            let fake = FakeDirectory::new(512, seed);
-            let log = ChunkLog::create(Arc::new(fake.clone()), "map", b"header").unwrap();
-            let mut map = ChunkMap::new(log, b"header".to_vec(), 100);
-            map.append(&[NOTE], &[NOTE]).unwrap();
-            let (mut now, mut durable, mut clearing) = ([0; 100], [0; 100], false);
-            fake.cut_power_at(fake.steps() + rng.u64(1..60));
-            for generation in 1.. {
-                let first = rng.u64(0..100);
-                let run = first..rng.u64(first..=100);
-                let durably = rng.bool();
-                let values = run.clone().map(|index| (index, Generation(generation)));
-                let what = rng.u8(0..10);
-                clearing = what == 1;
-                let saved = match what {
-                    0 => map.rewrite(&[NOTE]),
-                    1 => map.clear(&[NOTE]).inspect(|()| now.fill(0)),
-                    _ => map.save(values, durably, &[NOTE]).inspect(|()| {
-                        now[run.start as usize..run.end as usize].fill(generation);
-                        if durably {
-                            durable = now;
-                        }
-                    }),
-                };
-                match saved {
-                    Ok(()) => {
-                        for (index, value) in map.iter() {
-                            assert_eq!(value.0, now[index as usize], "seed {seed}");
-                            assert_eq!(map.get(index), Some(value));
-                        }
-                        if now == [0; 100] {
-                            durable = now;
-                        }
-                    }
-                    Err(_) => break,
-                }
-            }
-            let (map, notes) = open(&fake.after_crash(seed));
-            assert_eq!(notes, 1, "seed {seed}");
-            for index in 0..100 {
-                let found = map.get(index).unwrap().0;
-                let least = durable[index as usize];
-                assert!(
-                    found >= least || clearing && found == 0,
-                    "seed {seed}: {found} < {least}"
-                );
-            }
-        }
-    }
-
-    /// A disk with fake syncs can lose what it acknowledged. The result is refused, or is what the map held at some
-    /// moment: no chunk has a value that it never had.
-    #[test]
-    fn under_syncs_that_lie_no_value_is_made_up() {
-        let (mut older, mut refused) = (0, 0);
-        for seed in 0..300 {
-            let mut rng = Rng::with_seed(seed);
-            let fake = FakeDirectory::new(512, seed);
-            let log = ChunkLog::create(Arc::new(fake.clone()), "map", b"header").unwrap();
-            let mut map = ChunkMap::new(log, b"header".to_vec(), 100);
-            let mut held = vec![[0; 100]];
-            let lies_from = rng.u32(1..20);
-            for generation in 1..rng.u32(20..60) {
-                if generation == lies_from {
-                    fake.let_syncs_lie();
-                }
-                let run = rng.u64(0..50)..rng.u64(50..=100);
-                let values = run.clone().map(|index| (index, Generation(generation)));
-                map.save(values, true, &[]).unwrap();
-                let mut now = held[held.len() - 1];
-                now[run.start as usize..run.end as usize].fill(generation);
-                held.push(now);
-                if rng.u8(0..20) == 0 {
-                    map.rewrite(&[]).unwrap();
-                }
-            }
-            let opened = ChunkLog::open(Arc::new(fake.after_crash(seed)), "map");
-            let found = opened.and_then(|opened| {
-                ChunkMap::<Generation>::replay(opened, b"header".to_vec(), 100, |_| Ok(()))
-            });
-            match found {
-                Ok(map) => {
-                    let found: Vec<u32> = (0..100).map(|i| map.get(i).unwrap().0).collect();
-                    let moment = held.iter().rposition(|then| then[..] == found);
-                    let moment = moment.unwrap_or_else(|| panic!("seed {seed}: {found:?}"));
-                    assert!(
-                        moment + 1 >= lies_from as usize,
-                        "seed {seed}: before the lie"
-                    );
-                    older += u32::from(moment + 1 < held.len());
-                }
-                Err(error) => {
-                    let read = !matches!(error, ChunkLogError::Io { .. });
-                    assert!(read, "seed {seed}: {error}");
-                    refused += 1;
-                }
-            }
-        }
-        assert!(older > 0 && refused > 0, "{older} older, {refused} refused");
-    }
-
-    #[test]
-    fn values_and_chunks_that_cannot_be_are_damage() {
-        for (record, what) in [
-            (
-                Record {
-                    state: 9,
-                    count: 1,
-                    ..Record::default()
-                },
-                "a chunk in state 9",
-            ),
-            (
-                Record {
-                    first: 99,
-                    count: 2,
-                    state: 1,
-                    mask: 1,
-                },
-                "chunks at 99 of a device of 100",
-            ),
-        ] {
-            let fake = FakeDirectory::default();
-            let mut log = ChunkLog::create(Arc::new(fake.clone()), "map", b"header").unwrap();
-            log.append(&[record]).unwrap();
-            log.sync().unwrap();
-            let opened = ChunkLog::open(Arc::new(fake), "map").unwrap();
-            let map = ChunkMap::<Generation>::replay(opened, Vec::new(), 100, |_| Ok(()));
-            let said = map.map(drop).unwrap_err().to_string();
-            assert!(said.contains(what), "{said}");
-        }
-    }
-}
+mod tests;

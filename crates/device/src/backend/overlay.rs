@@ -36,7 +36,6 @@ mod aside;
 mod blocks;
 mod epochs;
 mod error;
-mod logged;
 mod open;
 mod ranges;
 mod redo;
@@ -48,7 +47,7 @@ pub use error::OverlayError;
 
 use ranges::Ranges;
 use redo::Redo;
-use states::{BlockState, States};
+use states::States;
 
 /// The largest device, in bytes: bounds the block map in memory.
 pub const MAX_SIZE: u64 = 64 << 40;
@@ -161,12 +160,8 @@ impl Overlay {
     pub fn changed(&self) -> u64 {
         let sealed = self.sealed.read();
         let states = self.states.read();
-        let count = |blocks: std::ops::Range<u64>| {
-            let runs = states.runs(blocks).filter(|run| run.1 == BlockState::Base);
-            runs.map(|run| run.0.end - run.0.start).sum::<u64>()
-        };
         let pieces = sealed.iter().flat_map(|redo| redo.all());
-        let more: u64 = pieces.map(|piece| count(piece.0)).sum();
+        let more: u64 = pieces.map(|piece| states.unrecorded(piece.0)).sum();
         ((states.count() + more) * BLOCK_SIZE_U64).min(self.size)
     }
 

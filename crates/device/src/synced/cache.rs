@@ -10,7 +10,7 @@ use super::SyncedError;
 use super::state::{ChunkState, Geometry, Mask};
 use crate::remote::{Epoch, Shape};
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Opened, Record};
-use drover_storage::chunk_map::{ChunkMap, ChunkValue, FIRST_NOTE};
+use drover_storage::chunk_map::{ChunkMap, ChunkValue};
 use drover_storage::{Access, Directory, File, Lock, read_exact_at};
 
 const DATA: &str = "data";
@@ -93,9 +93,9 @@ impl Cache {
         match ChunkLog::open(Arc::clone(&directory), MAP) {
             Ok(opened) => {
                 let is_former = check_header(directory.as_ref(), opened.header(), &ours, of)?;
-                let (mut log, unclean) = Log::replay(opened, ours, geometry)?;
+                let (mut log, unclean) = Log::replay(opened, geometry)?;
                 if is_former {
-                    log.rewrite()?;
+                    log.restart(&ours)?;
                 }
                 let file = |name: &str| {
                     directory.open(name, Access::Write).map_err(io(
@@ -117,7 +117,7 @@ impl Cache {
                 }
                 Ok((cache, OpenedMap { log, unclean }))
             }
-            Err(error) if error.is_missing() => Self::create(directory, geometry, ours, lock),
+            Err(error) if error.is_missing() => Self::create(directory, geometry, &ours, lock),
             Err(error) => Err(error.into()),
         }
     }
@@ -125,7 +125,7 @@ impl Cache {
     fn create(
         directory: Arc<dyn Directory>,
         geometry: Geometry,
-        ours: Vec<u8>,
+        header: &[u8],
         lock: Box<dyn Send + Sync>,
     ) -> Result<(Self, OpenedMap), SyncedError> {
         let file = |name: &str, length: u64| {
@@ -146,10 +146,11 @@ impl Cache {
             lock: Mutex::new(Some(lock)),
         };
         // The map comes last: it is what makes the directory a cache.
-        let log = ChunkLog::create(directory, MAP, &ours)?;
+        let log = ChunkLog::create(directory, MAP, header)?;
         let found = OpenedMap {
             log: Log {
-                map: ChunkMap::new(log, ours, chunks),
+                map: ChunkMap::default(),
+                log,
                 geometry,
                 committed: None,
                 intent: None,
@@ -267,9 +268,9 @@ impl CacheContents {
             Err(error) => return Err(error.into()),
         };
         let _lock = exclusive(directory.as_ref())?;
-        let header = opened.header().to_vec();
+        let header = opened.header();
         let file = directory.describe(MAP);
-        let image = match version_of(&header) {
+        let image = match version_of(header) {
             Some(VERSION) => {
                 let mut image = Digest::default();
                 image.0.copy_from_slice(&header[FORMER_HEADER..]);
@@ -288,7 +289,7 @@ impl CacheContents {
             size: number(16..24),
         };
         let geometry = Geometry::new(shape)?;
-        let (log, _) = Log::replay(opened, header, geometry)?;
+        let (log, _) = Log::replay(opened, geometry)?;
         let dirty = log
             .chunks()
             .filter(|c| c.1.needs_push())
@@ -351,10 +352,12 @@ fn check_header(
 }
 
 /// A map entry: the chunk's state, and the subchunks it applies to.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Chunk(ChunkState, Mask);
 
 impl ChunkValue for Chunk {
+    const BITS: u32 = 4;
+
     fn parts(self) -> (u8, u64) {
         (self.0 as u8, self.1)
     }
@@ -367,6 +370,7 @@ impl ChunkValue for Chunk {
 /// The map on disk, and the epoch it agrees with.
 pub struct Log {
     map: ChunkMap<Chunk>,
+    log: ChunkLog,
     geometry: Geometry,
     /// The remote's epoch that the clean chunks agree with; none before the remote was first reached.
     pub committed: Option<Epoch>,
@@ -377,26 +381,22 @@ pub struct Log {
 }
 
 impl Log {
-    fn replay(
-        opened: Opened,
-        header: Vec<u8>,
-        geometry: Geometry,
-    ) -> Result<(Self, bool), SyncedError> {
+    fn replay(opened: Opened, geometry: Geometry) -> Result<(Self, bool), SyncedError> {
+        let mut map = ChunkMap::<Chunk>::default();
         let (mut committed, mut intent, mut closed) = (None, None, true);
-        let map = ChunkMap::replay(opened, header, geometry.shape.chunks(), |record| {
+        let log = opened.replay(|record| {
             closed = record.state == CLOSED;
             match record.state {
                 COMMITTED => (committed, intent) = (Some(Epoch(record.first)), None),
                 INTENT => intent = Some(Epoch(record.first)),
-                FIRST_NOTE.. if ![OPENED, CLOSED].contains(&record.state) => {
-                    return Err(format!("a record in state {}", record.state));
-                }
-                _ => {}
+                OPENED | CLOSED => {}
+                _ => return map.replay(record, geometry.shape.chunks()),
             }
             Ok(())
         })?;
         let log = Self {
             map,
+            log,
             geometry,
             committed,
             intent,
@@ -407,9 +407,10 @@ impl Log {
 
     /// Every chunk that is not absent: its state, and the subchunks it applies to.
     pub fn chunks(&self) -> impl Iterator<Item = (u64, ChunkState, Mask)> {
-        let there = self.map.iter();
+        let there = self.map.recorded();
+        let each = there.flat_map(|(run, chunk)| run.map(move |index| (index, chunk)));
         // A file may name subchunks that the last chunk does not have.
-        there.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
+        each.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
     }
 
     /// The records that are not about chunks.
@@ -432,15 +433,19 @@ impl Log {
         let chunks = chunks
             .iter()
             .map(|(index, state, mask)| (*index, Chunk(*state, *mask)));
-        Ok(self.map.save(chunks, durably, &self.notes())?)
+        let notes = self.notes();
+        Ok(self.map.save(&mut self.log, chunks, durably, &notes)?)
     }
 
     fn append(&mut self, records: &[Record]) -> Result<(), ChunkLogError> {
-        self.map.append(records, &self.notes())
+        let notes = self.notes();
+        self.map.append(&mut self.log, records, &notes)
     }
 
-    fn rewrite(&mut self) -> Result<(), ChunkLogError> {
-        self.map.rewrite(&self.notes())
+    /// Rewrites the file with another header.
+    fn restart(&mut self, header: &[u8]) -> Result<(), ChunkLogError> {
+        let notes = self.notes().into_iter();
+        self.log.rewrite(header, notes.chain(self.map.snapshot()))
     }
 
     /// Called before the first change after an open: from now on a stop without [`Log::close`] is detected.
@@ -478,19 +483,18 @@ impl Log {
 
     /// Makes every chunk absent again.
     pub fn forget(&mut self) -> Result<(), DeviceError> {
-        Ok(self.map.clear(&self.notes())?)
+        let (chunks, notes) = (self.geometry.shape.chunks(), self.notes());
+        Ok(self.map.clear(&mut self.log, chunks, &notes)?)
     }
 
     /// Whether the file records that a chunk must be pushed.
     pub fn needs_push(&self, index: u64) -> bool {
-        self.map
-            .get(index)
-            .is_some_and(|chunk| chunk.0.needs_push())
+        self.map.get(index).0.needs_push()
     }
 
     /// Whether the file records that anything must be pushed.
     pub fn is_dirty(&self) -> bool {
-        self.map.iter().any(|(_, chunk)| chunk.0.needs_push())
+        self.map.recorded().any(|run| run.1.0.needs_push())
     }
 
     /// Everything is saved and nothing will change.

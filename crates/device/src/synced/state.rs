@@ -18,10 +18,11 @@ const STRIPE: u64 = 4 << 20;
 const LOCKS: usize = 256;
 
 /// Where the bytes of a chunk are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ChunkState {
     /// Only at the remote.
+    #[default]
     Absent = 0,
     /// Cached, and the same at the remote.
     Clean = 1,

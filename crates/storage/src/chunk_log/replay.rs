@@ -129,6 +129,7 @@ impl Opened {
         Ok(ChunkLog {
             directory: self.directory,
             name: self.name,
+            header: self.header,
             log,
             sequence,
             durable: sequence,

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use drover_core::BLOCK_SIZE_U64;
 
-use super::logged::Logged;
 use super::redo::{Redo, epoch_of};
-use super::states::BlockState;
+use super::states::Logged;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
@@ -60,16 +59,10 @@ fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u
         let Ok(Some(states)) = found else {
             continue;
         };
-        for (run, _) in states
-            .runs(0..identity.size.div_ceil(BLOCK_SIZE_U64))
-            .filter(|run| run.1 != BlockState::Base)
-        {
-            let base = logged
-                .states
-                .runs(run)
-                .filter(|run| run.1 == BlockState::Base);
-            blocks += base.map(|run| run.0.end - run.0.start).sum::<u64>();
-        }
+        let changed = states.recorded().map(|run| run.0);
+        blocks += changed
+            .map(|run| logged.states.unrecorded(run))
+            .sum::<u64>();
     }
     blocks
 }

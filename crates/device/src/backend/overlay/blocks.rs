@@ -272,15 +272,9 @@ impl Overlay {
 
     /// Makes whole blocks zero. The map is changed first, so that nobody reads a range being deallocated.
     fn zero_blocks(&self, blocks: Range<u64>) {
-        let here: Vec<_> = self.states.read().runs(blocks.clone()).collect();
+        let runs = self.states.read().runs(blocks.clone()).collect();
         self.states.write().set(blocks, BlockState::Zero);
-        for (run, _) in here.into_iter().filter(|run| run.1 == BlockState::Here) {
-            let (offset, length) = self.bytes_of(run);
-            if let Err(error) = self.data.punch_hole(offset, length) {
-                // Only space is lost: nobody reads these blocks.
-                tracing::debug!(%error, "cannot give room back");
-            }
-        }
+        self.punch(runs);
     }
 
     /// Makes whole blocks zero while keeping or allocating their space.

@@ -1,5 +1,6 @@
 //! Epochs: staged in a redo file, sealed at a commit, then copied into the data.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use super::redo::{Redo, SLAB, SealError, is_whole};
 use super::states::BlockState;
 use super::{DATA, Overlay, OverlayError, Settling, Staging};
 use crate::remote::{Change, Epoch};
+use drover_storage::chunk_log::ChunkLog;
 use drover_storage::read_exact_at;
 
 /// After copying an epoch has failed: how long plain changes are refused before a retry.
@@ -335,12 +337,14 @@ impl Overlay {
             let (offset, length) = self.bytes_of(blocks.clone());
             match place {
                 Some(place) => self.copy_bytes(redo, place, offset, length, &mut slab)?,
-                None => self.punch(blocks),
+                None => {
+                    let runs = self.states.read().runs(blocks).collect();
+                    self.punch(runs);
+                }
             }
         }
         self.sync_data()?;
-        let log = saving.log.as_ref();
-        let rewrite = log.is_some_and(|log| log.wants_rewrite() || log.is_broken());
+        let rewrite = saving.log.as_ref().is_some_and(ChunkLog::wants_rewrite);
         for (nth, (blocks, place)) in redo.all().enumerate() {
             let state = match place {
                 Some(_) => BlockState::Here,
@@ -382,9 +386,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Deallocates blocks of the data that are not needed any more.
-    pub(super) fn punch(&self, blocks: std::ops::Range<u64>) {
-        let runs: Vec<_> = self.states.read().runs(blocks).collect();
+    /// Deallocates blocks that are not read from the data any more, of these runs.
+    pub(super) fn punch(&self, runs: Vec<(Range<u64>, BlockState)>) {
         for run in runs.into_iter().filter(|run| run.1 == BlockState::Here) {
             let (offset, length) = self.bytes_of(run.0);
             if let Err(error) = self.data.punch_hole(offset, length) {
@@ -415,7 +418,7 @@ impl Overlay {
     }
 
     /// The byte range of blocks in the data; the device's last block may be short.
-    pub(super) fn bytes_of(&self, blocks: std::ops::Range<u64>) -> (u64, u64) {
+    pub(super) fn bytes_of(&self, blocks: Range<u64>) -> (u64, u64) {
         let offset = blocks.start * BLOCK_SIZE_U64;
         let end = (blocks.end * BLOCK_SIZE_U64).min(self.size);
         (offset, end.saturating_sub(offset))

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use drover_core::{BlockDevice, Digest};
 use parking_lot::{Mutex, RwLock};
 
-use super::logged::Logged;
 use super::redo::{OpenedRedo, Redo, RedoOf, epoch_of};
+use super::states::Logged;
 use super::{
     DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
     Saving, Settling, Staging,

@@ -526,8 +526,7 @@ impl Redo {
             }
             self.records += 1;
         };
-        let all = 0..of.size.div_ceil(BLOCK_SIZE_U64);
-        for (run, _) in lost.runs(all).filter(|run| run.1 != BlockState::Base) {
+        for (run, _) in lost.recorded() {
             self.states.load(run, BlockState::Base);
         }
         let here = self.all().filter(|piece| piece.1.is_some());

@@ -2,16 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
+use super::states::{EPOCH, PLAIN, SETTLED};
 use super::{DATA, Overlay, OverlayError, Saving};
 use crate::remote::Epoch;
-use drover_storage::chunk_log::Record;
-
-/// Records that are not about blocks: `first` holds the committed epoch.
-pub(super) const EPOCH: u8 = 16;
-/// Plain changes may follow.
-pub(super) const PLAIN: u8 = 17;
-/// All plain changes so far are durable.
-pub(super) const SETTLED: u8 = 18;
+use drover_storage::chunk_log::{ChunkLog, Record};
 
 /// A record that is not about blocks.
 fn note(state: u8, first: u64) -> Record {
@@ -37,8 +31,7 @@ impl Overlay {
                 self.settle()?;
                 continue;
             }
-            let log = saving.log.as_ref();
-            if !log.is_some_and(|log| log.wants_rewrite() || log.is_broken()) {
+            if !saving.log.as_ref().is_some_and(ChunkLog::wants_rewrite) {
                 return self.save_as(&mut saving, false);
             }
             drop(saving);
@@ -74,51 +67,33 @@ impl Overlay {
     ) -> Result<(), OverlayError> {
         self.writable()?;
         // Taken before the data is synced: later changes belong to the next run.
-        let mut records = self.states.write().take_changed();
-        let result = self.log_records(saving, &mut records, epoch, rewrite);
-        if result.is_err() {
-            let mut states = self.states.write();
-            for record in records.iter().filter(|record| record.count > 0) {
-                states.mark(record.first..record.first + u64::from(record.count));
+        self.with_changed(saving, |log, records| {
+            self.sync_data()?;
+            let epoch = note(EPOCH, epoch.0);
+            if rewrite {
+                let mark = self.marked.load(Ordering::Acquire).then(|| note(PLAIN, 0));
+                let notes: Vec<_> = mark.into_iter().chain([epoch]).collect();
+                return Ok(self.states.read().rewrite(log, &notes)?);
             }
-        }
-        result
-    }
-
-    fn log_records(
-        &self,
-        saving: &mut Saving,
-        records: &mut Vec<Record>,
-        epoch: Epoch,
-        rewrite: bool,
-    ) -> Result<(), OverlayError> {
-        self.sync_data()?;
-        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
-        let epoch = note(EPOCH, epoch.0);
-        if rewrite {
-            let mark = self.marked.load(Ordering::Acquire).then(|| note(PLAIN, 0));
-            let states = self.states.read();
-            let notes = mark.into_iter().chain([epoch]);
-            log.rewrite(&self.identity.encode(), notes.chain(states.snapshot()))?;
-            return Ok(());
-        }
-        records.push(epoch);
-        log.append(records)?;
-        Ok(log.sync()?)
+            log.append(&[records, &[epoch]].concat())?;
+            Ok(log.sync()?)
+        })
     }
 
     /// Logs the states of changed blocks whose data is durable, without making the log durable.
     pub(super) fn log_states(&self, saving: &mut Saving) -> Result<(), OverlayError> {
-        let records = self.states.write().take_changed();
+        self.with_changed(saving, |log, records| Ok(log.append(records)?))
+    }
+
+    /// Takes the states of all changed blocks to log them; after an error they count as changed again.
+    fn with_changed(
+        &self,
+        saving: &mut Saving,
+        save: impl FnOnce(&mut ChunkLog, &[Record]) -> Result<(), OverlayError>,
+    ) -> Result<(), OverlayError> {
         let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
-        let result = log.append(&records);
-        if result.is_err() {
-            let mut states = self.states.write();
-            for record in &records {
-                states.mark(record.first..record.first + u64::from(record.count));
-            }
-        }
-        Ok(result?)
+        let records = self.states.write().take_changed();
+        save(log, &records).inspect_err(|_| self.states.write().mark_again(&records))
     }
 
     /// Syncs the data. After a failure it is unknown what is durable, permanently.
@@ -136,14 +111,10 @@ impl Overlay {
             return Ok(());
         }
         let mut saving = self.saving.lock();
-        if self.marked.load(Ordering::Acquire) {
-            return Ok(());
+        match self.marked.load(Ordering::Acquire) {
+            true => Ok(()),
+            false => self.set_marked(&mut saving, true),
         }
-        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
-        log.append(&[note(PLAIN, 0)])?;
-        log.sync()?;
-        self.marked.store(true, Ordering::Release);
-        Ok(())
     }
 
     /// Removes that record, if a crash could lose nothing. No changes may be in progress.
@@ -151,11 +122,15 @@ impl Overlay {
         if !self.marked.load(Ordering::Acquire) || self.unflushed.load(Ordering::Acquire) {
             return Ok(());
         }
-        let mut saving = self.saving.lock();
+        self.set_marked(&mut self.saving.lock(), false)
+    }
+
+    fn set_marked(&self, saving: &mut Saving, marked: bool) -> Result<(), OverlayError> {
         let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
-        log.append(&[note(SETTLED, 0)])?;
+        let state = if marked { PLAIN } else { SETTLED };
+        log.append(&[note(state, 0)])?;
         log.sync()?;
-        self.marked.store(false, Ordering::Release);
+        self.marked.store(marked, Ordering::Release);
         Ok(())
     }
 }
