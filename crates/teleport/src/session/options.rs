@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_image::Conversion;
-use drover_net::{Identity, PeerKey, RateLimit};
+use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, connect_any};
 
 use crate::compress::Effort;
-use crate::progress::SendEvent;
+use crate::progress::{SendEvent, WireTotals};
 
 /// One image to send.
 #[derive(Debug, Clone)]
@@ -43,6 +43,16 @@ pub struct SendOptions {
     pub compress: Option<Effort>,
     /// How long to keep reconnecting without progress.
     pub give_up_after: Duration,
+}
+
+impl SendOptions {
+    /// Connects to the peer, and adds the connection to the totals.
+    pub(super) async fn connect(&self, wire: &WireTotals) -> Result<Connection, NetError> {
+        let options = ConnectOptions::named(&self.peer_name);
+        let connection = connect_any(&self.addresses, &self.identity, &self.peer, &options).await?;
+        wire.add(connection.wire());
+        Ok(connection)
+    }
 }
 
 /// Callback for events during a send.

@@ -12,10 +12,7 @@ use std::time::Instant;
 
 use drover_image::Outgoing;
 use drover_net::service::open;
-use drover_net::{
-    Code, ConnectOptions, Frame, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
-    random_id,
-};
+use drover_net::{Code, Frame, FrameWriter, KeepAlive, Role, decode, encode, random_id};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -193,20 +190,10 @@ impl Sender {
 
     /// Opens a connection with `request` as the first request; nothing has been received yet.
     async fn dial(&mut self, request: OpenSession) -> Result<(Frames, FrameWriter), TeleportError> {
-        let SendOptions {
-            identity,
-            peer,
-            peer_name,
-            addresses,
-            limit,
-            ..
-        } = &self.options;
-        let options = ConnectOptions::named(peer_name);
-        let connection = connect_any(addresses, identity, peer, &options).await?;
+        let connection = self.options.connect(&self.wire).await?;
         self.connected = true;
-        self.wire.add(connection.wire());
         let (mut reader, mut writer) = connection.split();
-        writer.set_rate(limit.clone());
+        writer.set_rate(self.options.limit.clone());
         reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut reader, &mut writer);
         open(&mut writer, &request).await?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use drover_image::Outgoing;
 use drover_net::group::{ConnectionTrials, TrialSample};
 use drover_net::service::{self, read_reply};
-use drover_net::{ConnectOptions, Frame, FrameReader, KeepAlive, connect_any};
+use drover_net::{Frame, FrameReader, KeepAlive};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -237,18 +237,8 @@ async fn open(
     number: u16,
     batches: &mut Option<mpsc::Receiver<Frame>>,
 ) -> Result<DataConnection, TeleportError> {
-    let SendOptions {
-        identity,
-        peer,
-        peer_name,
-        addresses,
-        limit,
-        compress,
-        ..
-    } = &plan.options;
-    let connection =
-        connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
-    plan.wire.add(connection.wire());
+    let limit = &plan.options.limit;
+    let connection = plan.options.connect(&plan.wire).await?;
     // A rate limit makes any link slow, so treat it like a distant one.
     let round_trip = match (limit, connection.round_trip()) {
         (None, Some(time)) => time,
@@ -273,8 +263,8 @@ async fn open(
     let (to, from) = socket_queue();
     let first = batches.take().unwrap_or_else(|| mpsc::channel(1).1);
     let receiver_busy = Arc::new(AtomicU64::new(0));
-    let pace = match compress {
-        Some(effort) => Pace::fixed(*effort),
+    let pace = match plan.options.compress {
+        Some(effort) => Pace::fixed(effort),
         None => Pace::of_link(
             round_trip,
             limit.as_ref().map(|limit| limit.bytes_per_second()),
