@@ -8,7 +8,7 @@ use drover_core::{CompactIndex, Digest, Head};
 use drover_index::{ImageId, Via};
 use drover_store::DataBits;
 use drover_store::sequences::From;
-use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
+use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered};
 use drover_teleport::testing::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::testing::source::{self, Source};
 use drover_teleport::testing::{Batch, Need, Runs};
@@ -223,12 +223,7 @@ fn the_source(input: &mut Input<'_>) {
             }
             _ => source::Event::Delivered(Delivered {
                 digest: Digest([input.byte() as u8; 32]),
-                matched_blocks: 0,
-                sent_blocks: 0,
-                zero_blocks: 0,
-                resumed_blocks: 0,
-                matched: Matched::default(),
-                stages: Box::default(),
+                ..Delivered::default()
             }),
         };
         let mut actions = Vec::new();

@@ -179,7 +179,7 @@ pub struct Matched {
 }
 
 /// The image is delivered: verified, and renamed to its final name.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Delivered {
     /// The digest of the file at the destination.
     pub digest: Digest,

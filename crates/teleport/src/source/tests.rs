@@ -2,7 +2,6 @@
 //! `destination/tests.rs`.
 
 use super::*;
-use crate::protocol::Matched;
 
 const BATCHES: u64 = 3;
 const BLOCKS: u64 = BATCHES * BATCH_BLOCKS - 100;
@@ -35,12 +34,7 @@ fn need(blocks: std::ops::Range<u64>) -> Event {
 fn delivered(digest: Digest) -> Event {
     Event::Delivered(Delivered {
         digest,
-        matched_blocks: 0,
-        sent_blocks: 0,
-        zero_blocks: 0,
-        resumed_blocks: 0,
-        matched: Matched::default(),
-        stages: Box::default(),
+        ..Delivered::default()
     })
 }
 

@@ -447,12 +447,7 @@ impl World {
             Action::Finish(digest) => {
                 let delivered = Delivered {
                     digest,
-                    matched_blocks: 0,
-                    sent_blocks: 0,
-                    zero_blocks: 0,
-                    resumed_blocks: 0,
-                    matched: Matched::default(),
-                    stages: Box::default(),
+                    ..Delivered::default()
                 };
                 let event = source::Event::Delivered(delivered);
                 self.session.to_source.push_back(event);
