@@ -65,18 +65,16 @@ pub enum TeleportError {
     Store(#[from] StoreError),
     /// The assembled file is not the one that was sent.
     #[error(
-        "{name}: the assembled file's digest {found} is not the source's {expected}; nothing was delivered"
+        "the assembled file's digest {found} is not the source's {expected}; nothing was delivered"
     )]
     WrongDigest {
-        /// The image.
-        name: String,
         /// The digest announced by the source.
         expected: drover_core::Digest,
         /// The digest of the assembled file.
         found: drover_core::Digest,
     },
     /// Some of several images were not delivered.
-    #[error("{failed} of {of} images were not delivered; {name}: {}", first.of_image(name))]
+    #[error("{failed} of {of} images were not delivered; {name}: {first}")]
     Images {
         /// Number of failed images.
         failed: usize,
@@ -135,14 +133,6 @@ impl TeleportError {
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |error| TeleportError::File { doing, path, error }
-    }
-
-    /// The error as text to follow the image's name, without repeating that name.
-    #[must_use]
-    pub fn of_image(&self, name: &str) -> String {
-        let text = self.to_string();
-        let rest = text.strip_prefix(name).and_then(|r| r.strip_prefix(": "));
-        rest.map_or(text.clone(), str::to_owned)
     }
 
     /// Whether reconnecting and resuming can help.

@@ -67,7 +67,7 @@ pub async fn send(
             continue;
         }
         if !error.retryable() {
-            return Err(error);
+            return Err(sender.final_error(error));
         }
         if sender.progress() > before {
             progress_at = std::time::Instant::now();

@@ -163,11 +163,11 @@ impl Site {
         holder.and_then(|holder| holder(name))
     }
 
-    /// Fails if the image is held and must not be changed.
-    pub(crate) fn check_held(&self, name: &ImageName) -> Result<(), TeleportError> {
+    /// Fails if the image, which the error calls `it`, is held and must not be changed.
+    pub(crate) fn check_held(&self, name: &ImageName, it: &str) -> Result<(), TeleportError> {
         match self.why_held(name) {
             Some(why) => {
-                let message = format!("{name} cannot be replaced or removed: {why}");
+                let message = format!("{it} cannot be replaced or removed: {why}");
                 Err(TeleportError::refused(Code::Denied, message))
             }
             None => Ok(()),
@@ -190,7 +190,7 @@ impl Site {
     /// When there is no such image, it is held, or its file cannot be removed.
     pub fn remove(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
         let record = self.find(name)?;
-        self.check_held(name)?;
+        self.check_held(name, name.as_str())?;
         self.copy_sequences_of(record.id);
         if !record.external {
             match std::fs::remove_file(&record.path) {

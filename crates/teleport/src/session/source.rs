@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use drover_image::Outgoing;
 use drover_net::service::open;
-use drover_net::{Code, Frame, FrameWriter, KeepAlive, Role, decode, encode, random_id};
+use drover_net::{Code, Frame, FrameWriter, KeepAlive, Refusal, Role, decode, encode, random_id};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -91,10 +91,15 @@ impl Sender {
         self.connected
     }
 
+    /// Whether the error is the destination's refusal of the current image.
+    fn is_refusal(&self, error: &TeleportError) -> bool {
+        matches!(error, TeleportError::Refused(r) if self.open && r.code != Code::Untrusted)
+    }
+
     /// Whether the error concerns only the current image and there are more images.
     pub fn skips(&self, error: &TeleportError) -> bool {
         let of_image = match error {
-            TeleportError::Refused(r) => self.open && r.code != Code::Untrusted,
+            TeleportError::Refused(_) => self.is_refusal(error),
             TeleportError::Failed(_) => self.open,
             TeleportError::SourceChanged(_)
             | TeleportError::Image(_)
@@ -109,11 +114,23 @@ impl Sender {
         let name = self.items[self.done].name.to_string();
         (self.on_event)(SendEvent::Failed {
             name: name.clone(),
-            error: error.of_image(&name),
+            error: error.to_string(),
         });
         self.failed.push((name, error));
         self.done += 1;
         self.started = None;
+    }
+
+    /// The error that ends the send. A destination's refusal does not name the image.
+    pub fn final_error(&self, error: TeleportError) -> TeleportError {
+        let refused = self.is_refusal(&error);
+        match (error, self.items.get(self.done)) {
+            (TeleportError::Refused(r), Some(item)) if refused => {
+                let message = format!("{}: {}", item.name, r.message);
+                TeleportError::Refused(Refusal { message, ..r })
+            }
+            (error, _) => error,
+        }
     }
 
     /// Whether every image was delivered or given up.

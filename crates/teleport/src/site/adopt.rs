@@ -230,7 +230,7 @@ impl Site {
         let (id, blocks, digest) = self.read_in(&outgoing, &mut progress, |digest| {
             // Unchanged content may be indexed again; different content would replace an image that is in use.
             match self.images.by_name(&name) {
-                Some(old) if old.digest != digest => self.check_held(&name),
+                Some(old) if old.digest != digest => self.check_held(&name, name.as_str()),
                 _ => Ok(()),
             }
         })?;

@@ -239,7 +239,7 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
         assert!(site.partials.knows(ImageId(2)));
         let listed = site.unfinished().unwrap();
         assert_eq!(listed[0].state, crate::transfers::TransferState::Whole);
-        assert!(site.check_held(&record.name).is_err());
+        assert!(site.check_held(&record.name, "it").is_err());
     }
     let (site, repairs) = home.open();
     assert_eq!(repairs.len(), 1, "{repairs:?}");

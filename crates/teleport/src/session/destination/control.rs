@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use drover_core::ImageName;
 use drover_net::{Code, Frame, Refusal, encode};
 use tokio::sync::{mpsc, watch};
 
@@ -64,18 +63,13 @@ impl Session {
             .map_err(|_| TeleportError::Lost("source"))
     }
 
-    pub async fn refuse(
-        &self,
-        name: &ImageName,
-        error: &TeleportError,
-    ) -> Result<(), TeleportError> {
+    /// Refuses the current image. The source adds its name.
+    pub async fn refuse(&self, error: &TeleportError) -> Result<(), TeleportError> {
         let message = match error {
             TeleportError::File { .. } | TeleportError::Store(_)
                 if error.refusal() == Some(Code::NoSpace) =>
             {
-                format!(
-                    "{name}: the destination ran out of space; free some there and send it again; the transfer resumes"
-                )
+                "the destination ran out of space; free some there and send it again; the transfer resumes".into()
             }
             _ => error.to_string(),
         };

@@ -465,18 +465,13 @@ fn deliver(
         Some(digest) => digest.finish(&transfer.layout),
         None => digest_file(&part_path, &mut |_, _| {})?,
     };
-    let name = transfer.opening.offer.name.to_string();
     if found != expected {
         // Nothing in it can be trusted: the next attempt starts over.
         prepared.discard(site);
-        return Err(TeleportError::WrongDigest {
-            name,
-            expected,
-            found,
-        });
+        return Err(TeleportError::WrongDigest { expected, found });
     }
     // Check again: the image to be replaced may have been put in use since the first check, possibly long ago.
-    site.check_held(&transfer.opening.offer.name)?;
+    site.check_held(&transfer.opening.offer.name, "it")?;
     let Prepared {
         mut transfer,
         machine,

@@ -56,11 +56,10 @@ impl Session {
             Ok(prober) => prober,
             Err(e) => {
                 let message = format!(
-                    "{}: cannot estimate what would be sent: {e}; try again later, or send it without an estimate",
-                    offer.name
+                    "cannot estimate what would be sent: {e}; try again later, or send it without an estimate"
                 );
                 let refusal = TeleportError::refused(Code::Denied, message);
-                return self.refuse(&offer.name, &refusal).await;
+                return self.refuse(&refusal).await;
             }
         };
         let accept = Accept {

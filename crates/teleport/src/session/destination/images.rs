@@ -31,11 +31,11 @@ impl Session {
                     let offer: Offer = decode(&frame.payload)?;
                     let name = offer.name.clone();
                     if let Err(e) = self.image(offer, frames).await {
-                        tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
+                        tracing::warn!(peer = self.shared.peer_name, image = %name, error = %e, "image failed");
                         // No refusal after a stop or a network error: the source should reconnect, and notices by
                         // itself.
                         if !matches!(e, TeleportError::Stopped | TeleportError::Net(_)) {
-                            self.refuse(&name, &e).await?;
+                            self.refuse(&e).await?;
                         }
                         return Err(e);
                     }
@@ -87,8 +87,8 @@ impl Session {
             Ok(prepared) => prepared,
             Err(TeleportError::Stopped) => return Err(TeleportError::Stopped),
             Err(e) => {
-                tracing::info!(peer = self.shared.peer_name, error = %e, "image refused");
-                return self.refuse(&name, &e).await;
+                tracing::info!(peer = self.shared.peer_name, image = %name, error = %e, "image refused");
+                return self.refuse(&e).await;
             }
         };
         *self.shared.current.write() = Some(prepared.incoming.clone());

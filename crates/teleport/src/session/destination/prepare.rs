@@ -117,13 +117,9 @@ pub fn prepare(
         .active
         .take(&offer.name, &key, *number, TAKEOVER_TIMEOUT)
         .map_err(|taken| match taken {
-            Taken::ByAnother => TeleportError::refused(
-                Code::Denied,
-                format!(
-                    "{}: another transfer to that name is in progress",
-                    offer.name
-                ),
-            ),
+            Taken::ByAnother => {
+                TeleportError::refused(Code::Denied, "another transfer to that name is in progress")
+            }
             Taken::ByNewer => taken_over(),
             // Retryable: the source reconnects.
             Taken::Still => TeleportError::Stopped,
@@ -187,7 +183,7 @@ pub fn prepare(
             let older = opening_of(&dir);
             let part = std::fs::metadata(dir.join("image.part")).ok();
             let there = part.as_ref().map_or(0, |m| m.blocks() * 512);
-            check_room(site, &offer, layout.covered_bytes().saturating_sub(there))?;
+            check_room(site, layout.covered_bytes().saturating_sub(there))?;
             let image = site
                 .catalog
                 .new_image_id()
@@ -256,14 +252,13 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
             "the offer has an unknown image format".into(),
         ));
     }
-    site.check_held(&offer.name)?;
+    site.check_held(&offer.name, "it")?;
     let taken = site.images.by_name(&offer.name).filter(|r| r.external);
     if let Some(external) = taken {
         return Err(TeleportError::refused(
             Code::Denied,
             format!(
-                "{}: an image indexed in place there ({}) has that name; send it under another name, or remove that image there",
-                offer.name,
+                "an image indexed in place there ({}) has that name; send it under another name, or remove that image there",
                 external.path.display()
             ),
         ));
@@ -271,15 +266,14 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
     Ok(())
 }
 
-fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportError> {
+fn check_room(site: &Site, bytes: u64) -> Result<(), TeleportError> {
     // Cached data gives way to the incoming image.
     site.make_room(bytes);
     match site.free_bytes() {
         Some(free) if free < bytes => Err(TeleportError::refused(
             Code::NoSpace,
             format!(
-                "{}: needs {} MiB at the destination, which has {} MiB to spare",
-                offer.name,
+                "needs {} MiB at the destination, which has {} MiB to spare",
                 bytes >> 20,
                 free >> 20
             ),
