@@ -243,9 +243,9 @@ Examples:
 Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520."
 )]
 pub struct SendArgs {
-    /// Image files to send, then the name of the peer
+    /// Image files to send; the last argument is the name of the peer
     // A single list, so that options may precede the peer.
-    #[arg(required = true, num_args = 1.., value_names = ["IMAGE", "PEER"], value_hint = ValueHint::FilePath)]
+    #[arg(required = true, num_args = 1.., value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     pub images_and_peer: Vec<PathBuf>,
     /// Name of the image at the peer; for a single image [default: its file name]
     #[arg(long = "as", value_name = "NAME", value_parser = new_name)]
