@@ -48,9 +48,7 @@ impl Matching {
     /// # Errors
     /// When the teleporter fails or cannot be reached.
     pub fn tell(&self, event: Event) -> Result<Answer, TeleportError> {
-        let mut link = self.link()?;
-        link.submit(event)?;
-        link.collect()
+        self.link()?.ask(event)
     }
 
     /// The images for which the teleporter has complete hash files.

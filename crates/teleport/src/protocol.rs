@@ -131,7 +131,7 @@ pub struct Offer {
 }
 
 /// The destination accepts the image.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Accept {
     /// The first batch to send; the destination has the earlier ones, except for blocks that it requests.
     pub resume_batch: u64,

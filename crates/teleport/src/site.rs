@@ -28,6 +28,7 @@ use crate::TeleportError;
 use crate::active::Active;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
+use crate::protocol::Delivered;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent};
 
@@ -60,9 +61,20 @@ pub struct SiteConfig {
 /// Counters since the site started.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
-    pub(crate) delivered: AtomicU64,
-    pub(crate) matched_blocks: AtomicU64,
-    pub(crate) sent_blocks: AtomicU64,
+    delivered: AtomicU64,
+    matched_blocks: AtomicU64,
+    sent_blocks: AtomicU64,
+}
+
+impl Totals {
+    /// Counts a delivered image.
+    pub(crate) fn delivered(&self, image: &Delivered) {
+        self.delivered.fetch_add(1, Ordering::Relaxed);
+        self.matched_blocks
+            .fetch_add(image.matched_blocks, Ordering::Relaxed);
+        self.sent_blocks
+            .fetch_add(image.sent_blocks, Ordering::Relaxed);
+    }
 }
 
 /// A site; see the module documentation.

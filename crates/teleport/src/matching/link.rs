@@ -58,6 +58,15 @@ impl Link {
         self.submit_then(event, |_| {})
     }
 
+    /// Submits an event and waits for its answer; no other may be pending.
+    ///
+    /// # Errors
+    /// When the teleporter fails or is gone.
+    pub fn ask(&mut self, event: Event) -> Result<Answer, TeleportError> {
+        self.submit(event)?;
+        self.collect()
+    }
+
     /// Submits an event. A teleporter in this process calls `then` with the answer before it handles any other event.
     ///
     /// # Errors

@@ -2,11 +2,9 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
-use drover_index::ImageId;
 use drover_net::Code;
 use drover_storage::sync_parent;
 use drover_store::naming::Named;
@@ -54,26 +52,10 @@ impl Site {
         progress: &mut Progress<'_>,
     ) -> Result<ImageRecord, TeleportError> {
         let outgoing = open_for_sending(file, Conversion::AsIs)?;
-        let (id, blocks, digest) = self.read_in(&outgoing, progress, |_| Ok(()))?;
-        let record = ImageRecord {
-            id,
-            name: name.clone(),
-            stamp: None,
-            path: self.image_path(name),
-            format: outgoing.format.as_str().into(),
-            size_bytes: outgoing.layout.file_len(),
-            data_bytes: outgoing.layout.covered_bytes(),
-            virtual_bytes: outgoing.virtual_size,
-            digest,
-            added_unix: unix_now(),
-            from: from.into(),
-            external: false,
-        };
-        let map = ImageMap {
-            layout: Arc::new(outgoing.layout),
-            blocks: Arc::new(blocks),
-        };
-        let saved = map.save(&record, &self.images.map_path(id));
+        let path = self.image_path(name);
+        let (mut record, map) = self.read_in(outgoing, name, path, progress, |_| Ok(()))?;
+        record.from = from.into();
+        let saved = map.save(&record, &self.images.map_path(record.id));
         if let Err(e) = saved {
             self.forget_prepared(&record);
             return Err(e.into());
@@ -124,10 +106,7 @@ impl Site {
         let old = self.enter(&record, named)?;
         self.indexing.lock().remove(&record.id);
         if let Some(old) = old {
-            self.sequences.drop_image(old.id);
-            self.tell(old.id, ImageEvent::Forget);
-            self.tell(record.id, ImageEvent::Reindex);
-            self.images_went.store(true, Ordering::Relaxed);
+            self.replaced(old.id, record.id);
         }
         self.wake_copier();
         Ok(record)
@@ -141,24 +120,22 @@ impl Site {
         let _ = std::fs::remove_file(self.images.map_path(record.id));
     }
 
-    /// Sends all blocks of an image to the matcher. Returns the image's ID, its map of data blocks and its digest,
-    /// which `accept` may reject.
-    pub(super) fn read_in(
+    /// Sends all blocks of an image to the matcher. Returns its map, and a record of it as the site's own file at
+    /// `path`, without a stamp. `accept` may reject its digest.
+    fn read_in(
         &self,
-        outgoing: &Outgoing,
+        outgoing: Outgoing,
+        name: &ImageName,
+        path: PathBuf,
         progress: &mut Progress<'_>,
         accept: impl FnOnce(Digest) -> Result<(), TeleportError>,
-    ) -> Result<(ImageId, BlockMap, Digest), TeleportError> {
+    ) -> Result<(ImageRecord, ImageMap), TeleportError> {
         let id = self.catalog.new_image_id().map_err(StoreError::from)?;
         let mut link = self.matching.link()?;
         self.indexing.lock().insert(id);
-        let mut tell = |event| {
-            link.submit(event)?;
-            link.collect()
-        };
-        let begun = tell(Event::Image(id, ImageEvent::Begin));
+        let begun = link.ask(Event::Image(id, ImageEvent::Begin));
         let mut blocks = BlockMap::default();
-        let mut walk = Walk::new(outgoing);
+        let mut walk = Walk::new(&outgoing);
         let total = outgoing.layout.walk_blocks();
         let read = loop {
             if let Err(e) = begun {
@@ -168,7 +145,7 @@ impl Site {
                 Ok(Some(batch)) => {
                     blocks.push(&batch.data);
                     let noted = progress(blocks.walk_blocks(), total)
-                        .and_then(|()| tell(Event::Record(id, Arc::new(batch))).map(drop));
+                        .and_then(|()| link.ask(Event::Record(id, Arc::new(batch))).map(drop));
                     if let Err(e) = noted {
                         break Err(e);
                     }
@@ -178,22 +155,37 @@ impl Site {
             }
         };
         let read = read.and_then(|digest| {
-            crate::walk::check_unchanged(outgoing)?;
+            crate::walk::check_unchanged(&outgoing)?;
             accept(digest)?;
             Ok(digest)
         });
         let ended = read.and_then(|digest| {
-            tell(Event::Image(id, ImageEvent::Finish))?;
+            link.ask(Event::Image(id, ImageEvent::Finish))?;
             Ok(digest)
         });
-        match ended {
-            Ok(digest) => Ok((id, blocks, digest)),
-            Err(e) => {
-                let _ = tell(Event::Image(id, ImageEvent::Abort));
-                self.indexing.lock().remove(&id);
-                Err(e)
-            }
-        }
+        let digest = ended.inspect_err(|_| {
+            let _ = link.ask(Event::Image(id, ImageEvent::Abort));
+            self.indexing.lock().remove(&id);
+        })?;
+        let record = ImageRecord {
+            id,
+            name: name.clone(),
+            stamp: None,
+            path,
+            format: outgoing.format.as_str().into(),
+            size_bytes: outgoing.layout.file_len(),
+            data_bytes: outgoing.layout.covered_bytes(),
+            virtual_bytes: outgoing.virtual_size,
+            digest,
+            added_unix: unix_now(),
+            from: String::new(),
+            external: false,
+        };
+        let map = ImageMap {
+            layout: Arc::new(outgoing.layout),
+            blocks: Arc::new(blocks),
+        };
+        Ok((record, map))
     }
 
     /// Indexes an image file of this machine in place, so that its blocks can be reused. Blocks the thread.
@@ -227,34 +219,20 @@ impl Site {
             progress(done, total);
             Ok(())
         };
-        let (id, blocks, digest) = self.read_in(&outgoing, &mut progress, |digest| {
+        // The stamp from when it was opened; it is still the same after the last read.
+        let stamp = outgoing.stamps.first().map(|(_, stamp)| *stamp);
+        // A file in the site's own directory belongs to the site; any other stays its owner's.
+        let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
+        let accept = |digest: Digest| {
             // Unchanged content may be indexed again; different content would replace an image that is in use.
             match self.images.by_name(&name) {
                 Some(old) if old.digest != digest => self.check_held(&name, name.as_str()),
                 _ => Ok(()),
             }
-        })?;
-        // A file in the site's own directory belongs to the site; any other stays its owner's.
-        let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
-        let record = ImageRecord {
-            id,
-            name,
-            // The stamp from when it was opened; it was still the same after the last read.
-            stamp: outgoing.stamps.first().map(|(_, stamp)| *stamp),
-            path,
-            format: outgoing.format.as_str().into(),
-            size_bytes: outgoing.layout.file_len(),
-            data_bytes: outgoing.layout.covered_bytes(),
-            virtual_bytes: outgoing.virtual_size,
-            digest,
-            added_unix: unix_now(),
-            from: String::new(),
-            external,
         };
-        let map = ImageMap {
-            layout: Arc::new(outgoing.layout),
-            blocks: Arc::new(blocks),
-        };
+        let (mut record, map) = self.read_in(outgoing, &name, path, &mut progress, accept)?;
+        (record.stamp, record.external) = (stamp, external);
+        let id = record.id;
         let entered = map
             .save(&record, &self.images.map_path(id))
             .and_then(|()| self.images.put(&record));

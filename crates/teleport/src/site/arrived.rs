@@ -48,6 +48,25 @@ impl Arrived {
         })
     }
 
+    /// The image's record, once its file is at `path`.
+    fn record(&self, path: PathBuf, stamp: Option<Stamp>) -> ImageRecord {
+        let offer = &self.opening.offer;
+        ImageRecord {
+            id: ImageId(self.opening.image),
+            name: offer.name.clone(),
+            path,
+            format: offer.format.clone(),
+            size_bytes: offer.file_bytes,
+            data_bytes: self.layout.covered_bytes(),
+            virtual_bytes: offer.virtual_bytes,
+            digest: self.closing.digest,
+            stamp,
+            added_unix: self.closing.added_unix,
+            from: self.opening.peer_name.clone(),
+            external: false,
+        }
+    }
+
     /// Logs that the file is complete; from here on it survives a crash.
     pub(crate) fn log(&self, log: &mut crate::log::Log) -> Result<(), TeleportError> {
         log.append(RecordKind::Closing, &drover_net::encode(&self.closing))?;
@@ -60,7 +79,7 @@ impl Site {
     /// fails, the previous image gets the name back. Returns `false` when the file no longer exists.
     pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
-        let target = self.config.images_dir.join(offer.name.as_str());
+        let target = self.image_path(&offer.name);
         let part = arrived.part();
         let id = ImageId(arrived.opening.image);
         let old = self.images.by_name(&offer.name);
@@ -79,20 +98,8 @@ impl Site {
             let _ = std::fs::remove_file(self.images.map_path(id));
             return Ok(false);
         }
-        let record = ImageRecord {
-            id,
-            name: offer.name.clone(),
-            stamp: Stamp::of_path(&target).ok(),
-            path: target,
-            format: offer.format.clone(),
-            size_bytes: offer.file_bytes,
-            data_bytes: arrived.layout.covered_bytes(),
-            virtual_bytes: offer.virtual_bytes,
-            digest: arrived.closing.digest,
-            added_unix: arrived.closing.added_unix,
-            from: arrived.opening.peer_name.clone(),
-            external: false,
-        };
+        let stamp = Stamp::of_path(&target).ok();
+        let record = arrived.record(target, stamp);
         let old = self.enter(&record, named)?;
         self.partials.remove(id);
         remove_dir(&arrived.dir);
@@ -165,27 +172,12 @@ impl Site {
 
     /// Saves the map of a complete, synced file before it gets its name.
     pub(crate) fn save_map(&self, arrived: &Arrived) -> Result<(), TeleportError> {
-        let offer = &arrived.opening.offer;
-        let id = ImageId(arrived.opening.image);
-        let record = ImageRecord {
-            id,
-            name: offer.name.clone(),
-            path: self.config.images_dir.join(offer.name.as_str()),
-            format: offer.format.clone(),
-            size_bytes: offer.file_bytes,
-            data_bytes: arrived.layout.covered_bytes(),
-            virtual_bytes: offer.virtual_bytes,
-            digest: arrived.closing.digest,
-            stamp: None,
-            added_unix: arrived.closing.added_unix,
-            from: arrived.opening.peer_name.clone(),
-            external: false,
-        };
+        let record = arrived.record(self.image_path(&arrived.opening.offer.name), None);
         let map = ImageMap {
             layout: arrived.layout.clone(),
             blocks: arrived.blocks.clone(),
         };
-        Ok(map.save(&record, &self.images.map_path(id))?)
+        Ok(map.save(&record, &self.images.map_path(record.id))?)
     }
 }
 

@@ -107,14 +107,14 @@ impl Site {
             // An image that is being indexed is known to the matcher before it is in the catalog.
             let indexing = self.indexing.lock().contains(&image);
             if !indexing && !self.images.knows(image) && !self.partials.knows(image) {
-                request(&mut link, Event::Image(image, ImageEvent::Forget))?;
+                link.ask(Event::Image(image, ImageEvent::Forget))?;
                 forgotten = true;
             }
         }
         if forgotten {
             // The caches may have dropped entries of the remaining images in favor of the forgotten ones.
             for &image in have.iter().filter(|i| self.images.knows(**i)) {
-                let _ = request(&mut link, Event::Image(image, ImageEvent::Reindex));
+                let _ = link.ask(Event::Image(image, ImageEvent::Reindex));
             }
         }
         // Oldest first, because the matcher keeps the latest.
@@ -178,7 +178,7 @@ impl Site {
                 self.matched.give_way(GIVE_WAY);
                 whole = !stopped();
                 if whole && !batch.digests.is_empty() {
-                    request(link, Event::Record(image, Arc::new(batch)))?;
+                    link.ask(Event::Record(image, Arc::new(batch)))?;
                 }
                 Ok(whole)
             })?;
@@ -209,7 +209,7 @@ impl Site {
                 }
                 match read_batch(&source, &file, &mut scanner, index) {
                     Ok(Some(batch)) if batch.digests.is_empty() => {}
-                    Ok(Some(batch)) => request(link, Event::Record(image, Arc::new(batch)))?,
+                    Ok(Some(batch)) => drop(link.ask(Event::Record(image, Arc::new(batch)))?),
                     other => {
                         let why = other.err().map(|e| e.to_string());
                         let why = why.unwrap_or_else(|| "it is not what was delivered".into());
@@ -232,26 +232,21 @@ impl Site {
         image: ImageId,
         batches: impl FnOnce(&mut Link) -> Result<bool, TeleportError>,
     ) -> Result<(), TeleportError> {
-        request(link, Event::Image(image, ImageEvent::Begin))?;
+        link.ask(Event::Image(image, ImageEvent::Begin))?;
         let ended = batches(link).and_then(|whole| match whole {
-            true => request(link, Event::Image(image, ImageEvent::Finish)),
-            false => request(link, Event::Image(image, ImageEvent::Abort)),
+            true => link.ask(Event::Image(image, ImageEvent::Finish)),
+            false => link.ask(Event::Image(image, ImageEvent::Abort)),
         });
         if ended.is_err() {
-            let _ = request(link, Event::Image(image, ImageEvent::Abort));
+            let _ = link.ask(Event::Image(image, ImageEvent::Abort));
         }
         ended?;
         // The image may have been removed, and its forget event sent, while it was still incomplete.
         if !self.images.knows(image) && !self.partials.knows(image) {
-            request(link, Event::Image(image, ImageEvent::Forget))?;
+            link.ask(Event::Image(image, ImageEvent::Forget))?;
         }
         Ok(())
     }
-}
-
-fn request(link: &mut Link, event: Event) -> Result<(), TeleportError> {
-    link.submit(event)?;
-    link.collect().map(drop)
 }
 
 /// Reads a batch of a local image; `None` when its data blocks are not those recorded.

@@ -62,12 +62,7 @@ impl Session {
         let Some(mut comparison) = begun.await.map_err(|_| stopped())?? else {
             return Ok(Compared::Not);
         };
-        let accept = Accept {
-            resume_batch: 0,
-            resumed_blocks: 0,
-            open_batches: 0,
-        };
-        self.send(kind::ACCEPT, encode(&accept)).await?;
+        self.send(kind::ACCEPT, encode(&Accept::default())).await?;
         let newer = comparison.hold.stop.clone();
         loop {
             let mut lap = Lap::start();
@@ -266,24 +261,19 @@ impl Comparison {
         remove_dir(&self.transfer.dir);
         lap.busy(&self.stages.deliver);
         let matched_blocks = self.blocks.data_blocks();
-        site.totals
-            .delivered
-            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        site.totals
-            .matched_blocks
-            .fetch_add(matched_blocks, std::sync::atomic::Ordering::Relaxed);
-        Ok(Delivered {
+        let delivered = Delivered {
             digest: self.record.digest,
             matched_blocks,
-            sent_blocks: 0,
             zero_blocks: self.blocks.walk_blocks() - matched_blocks,
-            resumed_blocks: 0,
             matched: Matched {
                 in_place: matched_blocks,
                 ..Matched::default()
             },
             stages: Box::new(self.stages.times()),
-        })
+            ..Delivered::default()
+        };
+        site.totals.delivered(&delivered);
+        Ok(delivered)
     }
 
     /// Copies the identical data into the partial file, where resuming verifies it again.

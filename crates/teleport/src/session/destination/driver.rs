@@ -503,14 +503,7 @@ fn deliver(
     lap.busy(&stages.deliver);
     drop(hold);
     let counts = machine.counts();
-    site.totals.delivered.fetch_add(1, Ordering::Relaxed);
-    site.totals
-        .matched_blocks
-        .fetch_add(counts.matched_blocks, Ordering::Relaxed);
-    site.totals
-        .sent_blocks
-        .fetch_add(counts.sent_blocks, Ordering::Relaxed);
-    Ok(Delivered {
+    let delivered = Delivered {
         digest: found,
         matched_blocks: counts.matched_blocks,
         sent_blocks: counts.sent_blocks,
@@ -518,5 +511,7 @@ fn deliver(
         resumed_blocks: counts.resumed_blocks,
         matched: counts.matched,
         stages: Box::new(stages.times()),
-    })
+    };
+    site.totals.delivered(&delivered);
+    Ok(delivered)
 }

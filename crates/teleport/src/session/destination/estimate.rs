@@ -31,13 +31,10 @@ impl Prober {
     fn known(&mut self, batch: Arc<Batch>) -> Result<Vec<bool>, TeleportError> {
         match self {
             Prober::Local(teleporter, probe) => Ok(teleporter.lock().probe(probe, &batch)?),
-            Prober::Remote(link) => {
-                link.submit(Event::Probe(batch))?;
-                match link.collect()? {
-                    Answer::Known(known) => Ok(known),
-                    _ => Err(wrong_answer()),
-                }
-            }
+            Prober::Remote(link) => match link.ask(Event::Probe(batch))? {
+                Answer::Known(known) => Ok(known),
+                _ => Err(wrong_answer()),
+            },
         }
     }
 }
@@ -62,12 +59,7 @@ impl Session {
                 return self.refuse(&refusal).await;
             }
         };
-        let accept = Accept {
-            resume_batch: 0,
-            resumed_blocks: 0,
-            open_batches: 0,
-        };
-        self.send(kind::ACCEPT, encode(&accept)).await?;
+        self.send(kind::ACCEPT, encode(&Accept::default())).await?;
         let mut found = Estimate::default();
         loop {
             let frame = frames.next().await?;

@@ -109,29 +109,18 @@ impl Session {
         let mut driver =
             tokio::task::spawn_blocking(move || driver::drive(&site, prepared, queue, &out));
         let ended = loop {
-            tokio::select! {
+            let why = tokio::select! {
                 done = &mut driver => break done.map_err(|_| stopped()),
-                frame = frames.next() => {
-                    match forward(frame, &events).await {
-                        Ok(()) => {}
-                        Err(e) => {
-                            let _ = events.send(DriverEvent::Stop).await;
-                            let _ = driver.await;
-                            break Err(e);
-                        }
-                    }
-                }
-                _ = wait_true(self.stop.clone()) => {
-                    let _ = events.send(DriverEvent::Stop).await;
-                    let _ = driver.await;
-                    break Err(TeleportError::Stopped);
-                }
-                _ = wait_true(hold_stop.clone()) => {
-                    let _ = events.send(DriverEvent::Stop).await;
-                    let _ = driver.await;
-                    break Err(prepare::taken_over());
-                }
-            }
+                frame = frames.next() => match forward(frame, &events).await {
+                    Ok(()) => continue,
+                    Err(e) => e,
+                },
+                _ = wait_true(self.stop.clone()) => TeleportError::Stopped,
+                _ = wait_true(hold_stop.clone()) => prepare::taken_over(),
+            };
+            let _ = events.send(DriverEvent::Stop).await;
+            let _ = driver.await;
+            break Err(why);
         };
         *self.shared.current.write() = None;
         *self.shared.progress.write() = None;

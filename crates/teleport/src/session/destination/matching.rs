@@ -119,8 +119,7 @@ impl Drop for MatchThread {
 
 fn open(site: &Site, image: ImageId) -> Option<Link> {
     let link = site.matching.link().and_then(|mut link| {
-        link.submit(Event::Image(image, ImageEvent::Begin))?;
-        link.collect()?;
+        link.ask(Event::Image(image, ImageEvent::Begin))?;
         Ok(link)
     });
     let failed = |e: &crate::TeleportError| {
