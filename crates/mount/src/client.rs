@@ -45,6 +45,9 @@ use verify::Workers;
 /// Interval at which requests are checked for their deadline.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
 
+/// Timeout of [`Client::close_now`].
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+
 /// A mounted image of another site.
 pub struct Client {
     inner: Arc<Inner>,
@@ -97,7 +100,6 @@ impl Client {
             completions: workers.completions(),
             received: AtomicU64::new(0),
             sent: AtomicU64::new(0),
-            wrong: AtomicU64::new(0),
             closing: AtomicBool::new(false),
             released: AtomicBool::new(false),
             stop: watch::Sender::new(false),
@@ -142,17 +144,24 @@ impl Client {
         &self.inner.opened
     }
 
-    /// Chunks received with a wrong digest.
-    #[must_use]
-    pub fn wrong_digests(&self) -> u64 {
-        self.inner.wrong.load(Ordering::Relaxed)
-    }
-
     /// Whether the site has confirmed the end of the mount. After [`Remote::close`] without a confirmation, a writer's
     /// lease remains there.
     #[must_use]
     pub fn was_released(&self) -> bool {
         self.inner.released.load(Ordering::Acquire)
+    }
+
+    /// Ends the mount, which returns its lease, and waits for that; for threads that may block.
+    ///
+    /// # Errors
+    /// The site's refusal, or a timeout, after which the site has to notice by itself.
+    pub fn close_now(&self) -> Result<(), DeviceError> {
+        let (say, hear) = std::sync::mpsc::sync_channel(1);
+        self.close(Box::new(move |result| {
+            let _ = say.send(result);
+        }));
+        hear.recv_timeout(CLOSE_LIMIT)
+            .unwrap_or_else(|_| Err(DeviceError::Unavailable("no reply".into())))
     }
 
     /// Encodes `body` for sending.
@@ -411,14 +420,13 @@ impl Remote for Client {
                 });
             });
         });
-        let job = Job {
-            request: Request::Close { id: 0 },
-            body: Bytes::new(),
-            deadline: inner.now() + CLOSE_WAIT,
-            again: false,
-            to: ReplyTo::Done(done),
-        };
-        inner.put(job);
+        let (request, deadline) = (Request::Close { id: 0 }, inner.now() + CLOSE_WAIT);
+        inner.put(Job::new(
+            request,
+            Bytes::new(),
+            deadline,
+            ReplyTo::Done(done),
+        ));
         inner.issue();
     }
 }

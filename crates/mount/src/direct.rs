@@ -1,7 +1,6 @@
 //! A direct mount: every request goes to the site, and returns with the reply.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use drover_core::{
@@ -229,21 +228,12 @@ impl BlockDevice for RemoteDevice {
     }
 }
 
-/// Timeout of closing, after which the site has to notice by itself.
-const CLOSE_LIMIT: Duration = Duration::from_secs(10);
-
 impl RemoteDevice {
-    /// Returns the lease and closes the link.
+    /// As [`Client::close_now`].
     ///
     /// # Errors
     /// The site's refusal, or a timeout.
     pub fn close(&self) -> Result<(), DeviceError> {
-        use drover_device::remote::Remote;
-        let (say, hear) = std::sync::mpsc::sync_channel(1);
-        self.client.close(Box::new(move |result| {
-            let _ = say.send(result);
-        }));
-        hear.recv_timeout(CLOSE_LIMIT)
-            .unwrap_or(Err(DeviceError::Closed))
+        self.client.close_now()
     }
 }

@@ -44,6 +44,12 @@ pub enum MountError {
     System(#[from] std::io::Error),
 }
 
+impl From<Refusal> for MountError {
+    fn from(refusal: Refusal) -> Self {
+        MountError::Refused(refusal)
+    }
+}
+
 impl MountError {
     /// A file of the site's state cannot be used.
     pub(crate) fn state(path: &Path, reason: impl Into<String>) -> Self {

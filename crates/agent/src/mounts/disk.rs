@@ -51,9 +51,6 @@ const PROGRESS: u64 = 16 << 10;
 /// Interval at which a waiter checks the progress of a push.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Timeout of the close request, which releases the lease.
-const CLOSE_LIMIT: Duration = Duration::from_secs(10);
-
 /// An open disk.
 pub struct Disk {
     target: Target,
@@ -665,17 +662,11 @@ fn fill_traffic(status: &mut DiskStatus, remote: &dyn Remote) {
     };
 }
 
-/// Closes the session with the site, which releases the lease; waits up to [`CLOSE_LIMIT`].
+/// Closes the session with the site, which releases the lease.
 fn close_client(client: &Client) {
-    let (send, receive) = std::sync::mpsc::channel();
-    client.close(Box::new(move |result| {
-        let _ = send.send(result);
-    }));
-    match receive.recv_timeout(CLOSE_LIMIT) {
-        Ok(Ok(())) => {}
+    if let Err(e) = client.close_now() {
         // See `Disk::unnotified`.
-        Ok(Err(e)) => tracing::warn!("could not notify the site that the mount has ended: {e}"),
-        Err(_) => tracing::warn!("could not notify the site that the mount has ended: no reply"),
+        tracing::warn!("could not notify the site that the mount has ended: {e}");
     }
 }
 

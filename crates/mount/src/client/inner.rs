@@ -56,8 +56,6 @@ pub struct Inner {
     /// Wire bytes of previous links.
     pub received: AtomicU64,
     pub sent: AtomicU64,
-    /// Chunks received with a wrong digest.
-    pub wrong: AtomicU64,
     pub closing: AtomicBool,
     /// The site has confirmed that the mount has ended.
     pub released: AtomicBool,
@@ -119,15 +117,8 @@ impl Inner {
     }
 
     pub fn send_request(self: &Arc<Self>, request: Request, body: Bytes, to: ReplyTo) {
-        let limit = self.options.limit(&request);
-        let job = Job {
-            request,
-            body,
-            deadline: self.now() + limit,
-            again: false,
-            to,
-        };
-        self.put(job);
+        let deadline = self.now() + self.options.limit(&request);
+        self.put(Job::new(request, body, deadline, to));
         self.issue();
     }
 

@@ -266,13 +266,7 @@ impl Inner {
                 continue;
             }
             early.push(first);
-            let job = Job {
-                request,
-                body: Bytes::new(),
-                deadline,
-                again: false,
-                to: ReplyTo::Chunks,
-            };
+            let job = Job::new(request, Bytes::new(), deadline, ReplyTo::Chunks);
             state.scheduler.sent_with_open(connection, id, job);
         }
         if !early.is_empty() {

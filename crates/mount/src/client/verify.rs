@@ -170,8 +170,6 @@ impl Inner {
     }
 
     fn wrong(self: &Arc<Self>, index: u64, task: &ChunksTask) {
-        use std::sync::atomic::Ordering::Relaxed;
-        self.wrong.fetch_add(1, Relaxed);
         let run = Chunks {
             first: index,
             count: 1,

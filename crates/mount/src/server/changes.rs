@@ -36,11 +36,8 @@ impl Server {
         if !path.is_dir() {
             return Ok(None);
         }
-        let mut leases =
-            LeaseTable::open(name.clone(), path.clone()).map_err(MountError::Refused)?;
-        leases
-            .check_free(Duration::ZERO, &|_| false)
-            .map_err(MountError::Refused)?;
+        let mut leases = LeaseTable::open(name.clone(), path.clone())?;
+        leases.check_free(Duration::ZERO, &|_| false)?;
         let dropped = changes::of_image(&self.config.state, name);
         self.discard(name, &mut leases)?;
         Ok(dropped)
@@ -52,7 +49,7 @@ impl Server {
 
     /// Discards an overlay that is not open.
     fn discard(&self, name: &ImageName, leases: &mut LeaseTable) -> Result<(), MountError> {
-        discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
+        Ok(discard(&self.overlay_of(name), leases)?)
     }
 
     /// Removes changes to earlier images of this name.
@@ -114,7 +111,7 @@ impl Server {
     /// # Errors
     /// [`MountError::Refused`]: it cannot be opened.
     pub fn view(&self, name: &ImageName) -> Result<View, MountError> {
-        let image = self.open_image(name).map_err(MountError::Refused)?;
+        let image = self.open_image(name)?;
         Ok(View { image })
     }
 
@@ -144,20 +141,13 @@ impl Server {
                 state.open.get(name).map(|image| image.digest())
             };
             if let Some(digest) = stale
-                && digest
-                    != self
-                        .config
-                        .images
-                        .digest(name)
-                        .map_err(MountError::Refused)?
+                && digest != self.config.images.digest(name)?
             {
                 self.let_go(name)?;
             }
-            let image = self.open_image_now(name).map_err(MountError::Refused)?;
+            let image = self.open_image_now(name)?;
             let connected = |key: &(PeerKey, MountId)| self.state.lock().mounts.contains_key(key);
-            image
-                .claim(&who, self.started.elapsed(), &connected)
-                .map_err(MountError::Refused)?;
+            image.claim(&who, self.started.elapsed(), &connected)?;
             image
         };
         Ok(Claim {
@@ -184,12 +174,12 @@ impl Server {
         let open = self.state.lock().open.get(name).cloned();
         if let (Some(image), false) = (&open, discard) {
             let ours = image.is_held_by(key.0, key.1);
-            image.close(key.0, key.1, 0).map_err(MountError::Refused)?;
+            image.close(key.0, key.1, 0)?;
             return Ok(ours);
         }
         drop(open);
         let path = self.overlay_of(name);
-        let mut leases = LeaseTable::open(name.clone(), path).map_err(MountError::Refused)?;
+        let mut leases = LeaseTable::open(name.clone(), path)?;
         if !leases.is_held_by(key.0, key.1) {
             return Ok(false);
         }
@@ -197,7 +187,7 @@ impl Server {
             self.close_claimed(name)?;
             self.discard(name, &mut leases)?;
         }
-        leases.close(key.0, key.1, 0).map_err(MountError::Refused)?;
+        leases.close(key.0, key.1, 0)?;
         Ok(true)
     }
 
@@ -218,8 +208,7 @@ impl Server {
         if let Some(image) = open {
             return Ok(image.while_held(key.0, key.1, what));
         }
-        let leases =
-            LeaseTable::open(name.clone(), self.overlay_of(name)).map_err(MountError::Refused)?;
+        let leases = LeaseTable::open(name.clone(), self.overlay_of(name))?;
         Ok(leases.is_held_by(key.0, key.1).then(what))
     }
 

@@ -16,7 +16,6 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::overlays::{finish_discarding, refuse};
 use super::settler::{RunningGuard, Settler};
-use crate::MountError;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
 /// How long a lease request waits for a commit, holding a thread, before the mount is told to retry.
@@ -232,10 +231,8 @@ impl Image {
     ///
     /// # Errors
     /// [`Code::Held`], naming that mount.
-    pub fn check_free(&self, now: Duration) -> Result<(), MountError> {
-        let mut leases = self.leases_soon().map_err(MountError::Refused)?;
-        let free = leases.check_free(now, &|_| false);
-        free.map_err(MountError::Refused)
+    pub fn check_free(&self, now: Duration) -> Result<(), Refusal> {
+        self.leases_soon()?.check_free(now, &|_| false)
     }
 
     /// Whether a mount has the writer's lease.

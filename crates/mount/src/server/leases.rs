@@ -90,12 +90,12 @@ impl Server {
         let directory = changes::directory(&self.config.state, name);
         let open = self.state.lock().open.get(name).cloned();
         let Some(image) = open else {
-            return LeaseTable::replace_damaged(&directory).map_err(MountError::Refused);
+            return Ok(LeaseTable::replace_damaged(&directory)?);
         };
         let is_damaged = lease_on_disk(&self.config.state, name).is_err();
         if is_damaged {
             // An open image still has the contents in memory.
-            image.store_lease().map_err(MountError::Refused)?;
+            image.store_lease()?;
         }
         Ok(is_damaged)
     }
@@ -125,7 +125,7 @@ impl Server {
             };
             Ok((holder?, open))
         });
-        let (holder, image) = broken.await.map_err(MountError::Refused)?;
+        let (holder, image) = broken.await?;
         let Some(holder) = holder else {
             return Ok(None);
         };
@@ -145,9 +145,7 @@ impl Server {
         }
         // An image that is not open drops what was staged when it is opened for the next writer.
         if let Some(image) = image {
-            blocking(move || image.abandon_unheld())
-                .await
-                .map_err(MountError::Refused)?;
+            blocking(move || image.abandon_unheld()).await?;
         }
         Ok(Some(holder))
     }

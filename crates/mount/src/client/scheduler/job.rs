@@ -26,22 +26,28 @@ pub struct Job<T> {
 impl<T: Default> Job<T> {
     /// A read of a run.
     pub fn read(run: Chunks, background: bool, deadline: Duration) -> Self {
-        Self {
-            request: Request::Read {
-                id: 0,
-                first: run.first,
-                count: run.count,
-                background,
-            },
-            body: Bytes::new(),
-            deadline,
-            again: false,
-            to: T::default(),
-        }
+        let request = Request::Read {
+            id: 0,
+            first: run.first,
+            count: run.count,
+            background,
+        };
+        Self::new(request, Bytes::new(), deadline, T::default())
     }
 }
 
 impl<T> Job<T> {
+    /// A request with its body.
+    pub fn new(request: Request, body: Bytes, deadline: Duration, to: T) -> Self {
+        Self {
+            request,
+            body,
+            deadline,
+            again: false,
+            to,
+        }
+    }
+
     /// Whether it is a background read.
     pub fn is_background(&self) -> bool {
         matches!(
