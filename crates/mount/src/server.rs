@@ -25,7 +25,7 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_device::remote::Shape;
 use drover_net::service::{self, IncomingCall, Service, ServiceFuture};
-use drover_net::{Code, Peer, PeerKey, Refusal, Right};
+use drover_net::{Code, Peer, PeerKey, Refusal, Right, until};
 use drover_store::lease::{Access, Identity, MountId, READER_GRACE, Who};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -290,19 +290,11 @@ impl Server {
 
     /// Waits until the front connection of a link has been admitted, as it is opened concurrently.
     async fn wait_for_front(&self, key: (PeerKey, MountId), link: u64) -> Result<(), Refusal> {
-        let wait = async {
-            loop {
-                let joined = self.joined.notified();
-                tokio::pin!(joined);
-                joined.as_mut().enable();
-                let here = self.state.lock().mounts.get(&key).map(|m| m.link);
-                if here.is_some_and(|here| here >= link) {
-                    return;
-                }
-                joined.await;
-            }
+        let is_here = || {
+            let here = self.state.lock().mounts.get(&key)?.link;
+            (here >= link).then_some(())
         };
-        tokio::time::timeout(FRONT_WAIT, wait)
+        tokio::time::timeout(FRONT_WAIT, until(&self.joined, is_here))
             .await
             .map_err(|_| no_front())
     }

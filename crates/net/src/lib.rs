@@ -77,6 +77,7 @@ pub mod service;
 mod stream;
 mod ticket;
 mod tls;
+mod until;
 
 pub use backoff::Backoff;
 pub use connect::{ConnectOptions, MAX_ATTEMPTS, connect, connect_any};
@@ -102,6 +103,7 @@ pub use rights::{Right, Rights};
 pub use service::Peer;
 pub use stream::WireCounters;
 pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
+pub use until::until;
 
 /// The result type of this crate.
 pub type Result<T, E = NetError> = std::result::Result<T, E>;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::{self, Flow};
-use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal};
+use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal, until};
 use drover_store::lease::{Access, MountId};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
@@ -194,15 +194,8 @@ impl Connection {
 
     /// Waits until all work started by the closed connection has finished. Cancel safe.
     pub async fn drained(&self) {
-        loop {
-            let idle = self.running.idle.notified();
-            tokio::pin!(idle);
-            idle.as_mut().enable();
-            if self.running.state.lock().working == 0 {
-                return;
-            }
-            idle.await;
-        }
+        let is_idle = || (self.running.state.lock().working == 0).then_some(());
+        until(&self.running.idle, is_idle).await;
     }
 
     async fn read(self: &Arc<Self>, reader: &mut FrameReader) -> Result<(), MountError> {

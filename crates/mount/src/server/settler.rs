@@ -1,5 +1,6 @@
 //! State of the thread that copies an image's committed epochs into place; at most one runs per image.
 
+use drover_net::until;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -52,15 +53,7 @@ impl Settler {
         let Ok(_only) = self.waits.try_lock() else {
             return;
         };
-        loop {
-            let ended = self.ended.notified();
-            tokio::pin!(ended);
-            ended.as_mut().enable();
-            if !self.state.lock().runs {
-                return;
-            }
-            ended.await;
-        }
+        until(&self.ended, || (!self.state.lock().runs).then_some(())).await;
     }
 }
 

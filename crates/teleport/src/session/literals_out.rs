@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::BLOCK_SIZE;
 use drover_image::Outgoing;
-use drover_net::{Frame, FrameWriter};
+use drover_net::{Frame, FrameWriter, until};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, mpsc};
 
@@ -112,15 +112,7 @@ impl NeedQueue {
 
     /// Waits until the backlog has room. Cancel safe.
     pub async fn room(&self) {
-        loop {
-            let less = self.less.notified();
-            tokio::pin!(less);
-            less.as_mut().enable();
-            if !self.state.lock().is_full() {
-                return;
-            }
-            less.await;
-        }
+        until(&self.less, || (!self.state.lock().is_full()).then_some(())).await;
     }
 
     /// Estimated seconds to send the backlog at the current pace; infinite while the pace is unknown.

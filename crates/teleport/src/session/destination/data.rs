@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
-use drover_net::{Code, Frame, KeepAlive, Refusal, Right};
+use drover_net::{Code, Frame, KeepAlive, Refusal, Right, until};
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
@@ -48,17 +48,9 @@ impl Service for DataConnections {
 impl Site {
     /// Finds the session with that ID; a data connection may arrive before its session.
     async fn find_session(&self, session: [u8; 16]) -> Option<Arc<SessionShared>> {
-        let found = async {
-            loop {
-                let opened = self.session_opened.notified();
-                tokio::pin!(opened);
-                opened.as_mut().enable();
-                if let Some(found) = self.sessions.lock().get(&session).cloned() {
-                    return found;
-                }
-                opened.await;
-            }
-        };
+        let found = until(&self.session_opened, || {
+            self.sessions.lock().get(&session).cloned()
+        });
         tokio::time::timeout(JOIN_TIMEOUT, found).await.ok()
     }
 
