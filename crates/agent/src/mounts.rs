@@ -147,27 +147,18 @@ pub async fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
 
 /// The status of a mount with an unusable record: from its daemon, or else from its caches.
 async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
-    let kept = place.is_kept();
-    let socket = place.socket();
-    let ask = control::ask(&socket, &GetStatus, limit, |()| {});
-    if kept && let Ok(status) = ask.await {
-        return status;
-    }
-    let (place, link) = (place.clone(), format!("{why:#}"));
-    on_disk(move || damaged(&place, kept, &link)).await
+    let link = format!("{why:#}");
+    let stored = move |place: &Place, kept| damaged(place, kept, &link);
+    status_or(place, limit, stored).await
 }
 
 /// The status of a mount with an unusable record, from its caches alone.
 fn damaged(place: &Place, kept: bool, link: &str) -> Status {
     let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
-    let dirty = |index| match kept {
-        true => None,
-        false => Some(place.left(index).ok()??.dirty),
-    };
     let disk = |index| DiskStatus {
         image: "?".into(),
         mode: "?".into(),
-        dirty: dirty(index).unwrap_or(0),
+        dirty: dirty_of(place, index, kept),
         link: link.to_owned(),
         ..DiskStatus::default()
     };
@@ -184,14 +175,33 @@ fn damaged(place: &Place, kept: bool, link: &str) -> Status {
 
 /// The status of a mount: from its daemon, within `limit`, or from the record when the daemon is gone.
 pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
+    let record = record.clone();
+    let stored = move |place: &Place, kept| written_down(place, &record, kept);
+    status_or(place, limit, stored).await
+}
+
+/// The status from the mount's daemon, within `limit`, or else as `stored`, which is told whether there is a daemon.
+async fn status_or(
+    place: &Place,
+    limit: Duration,
+    stored: impl FnOnce(&Place, bool) -> Status + Send + 'static,
+) -> Status {
     let kept = place.is_kept();
     let socket = place.socket();
     let ask = control::ask(&socket, &GetStatus, limit, |()| {});
     if kept && let Ok(status) = ask.await {
         return status;
     }
-    let (place, record) = (place.clone(), record.clone());
-    on_disk(move || written_down(&place, &record, kept)).await
+    let place = place.clone();
+    on_disk(move || stored(&place, kept)).await
+}
+
+/// Dirty bytes in a cache of the mount, as far as it can be read; 0 while a daemon may be opening it.
+fn dirty_of(place: &Place, index: usize, kept: bool) -> u64 {
+    match kept {
+        true => 0,
+        false => place.left(index).ok().flatten().map_or(0, |l| l.dirty),
+    }
 }
 
 /// The status of a mount whose daemon does not reply, from its record and its caches.
@@ -200,11 +210,6 @@ fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
         (true, _) => "its process does not answer",
         (false, true) => "its cache is kept for the next mount there",
         (false, false) => "its process is gone",
-    };
-    // Dirty bytes are read from the caches, but not while a daemon may be opening them.
-    let dirty = |index| match kept {
-        true => None,
-        false => Some(place.left(index).ok()??.dirty),
     };
     Status {
         name: record.name.clone(),
@@ -222,7 +227,7 @@ fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
             .iter()
             .enumerate()
             .map(|(index, image)| DiskStatus {
-                dirty: dirty(index).unwrap_or(0),
+                dirty: dirty_of(place, index, kept),
                 image: image.to_string(),
                 mode: disk::mode(image, &record.how).into(),
                 read_only: record.how.read_only,
