@@ -13,7 +13,7 @@
 //! another front end of the device is asked for would not cover them, and errors surface long after the write.
 //!
 //! **Threads.** [`Options::threads`] threads take requests from the kernel and serve those that need not wait for a
-//! network; reads that do ([`Cost::Network`](drover_core::Cost)) go to at most [`Options::waiting_threads`] others, and
+//! network; reads that do ([`Cost::Network`](drover_core::Cost)) go to at most [`MAX_WAITING_THREADS`] others, and
 //! flushes and writes that may have to wait to as many again, so that a lost link blocks only readers of missing data,
 //! and a full cache only writers. The library reads and writes the connection with plain copies; it has no splice and
 //! no io_uring, and supports passthrough only to files.
@@ -39,7 +39,7 @@ use drover_core::BlockDevice;
 
 pub(crate) use error::listed;
 pub use error::{FuseError, User};
-pub use options::{MAX_THREADS, Options};
+pub use options::{MAX_THREADS, MAX_WAITING_THREADS, Options};
 
 use crate::retry::{RETRY_LIMIT, retry_for, within};
 use mount::{How, Outcome};

@@ -28,21 +28,15 @@ const STAGGER: Duration = Duration::from_millis(250);
 pub struct ConnectOptions {
     /// A display name for the peer, for errors and [`Connection::remote`].
     pub name: Option<String>,
-    /// Timeout of name resolution.
-    pub resolve_timeout: Duration,
-    /// Timeout of the TCP connection to one address.
-    pub connect_timeout: Duration,
-    /// Timeout of the TLS handshake after that.
-    pub handshake_timeout: Duration,
+    /// Timeout of each step: name resolution, the TCP connection to one address, the TLS handshake after that.
+    pub step_timeout: Duration,
 }
 
 impl Default for ConnectOptions {
     fn default() -> Self {
         ConnectOptions {
             name: None,
-            resolve_timeout: Duration::from_secs(10),
-            connect_timeout: Duration::from_secs(10),
-            handshake_timeout: Duration::from_secs(10),
+            step_timeout: Duration::from_secs(10),
         }
     }
 }
@@ -153,12 +147,12 @@ async fn resolve(address: &str, options: &ConnectOptions) -> Result<Vec<SocketAd
         Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {}
         _ => return Err(bad("an address is HOST:PORT".into())),
     }
-    let found: Vec<SocketAddr> = timeout(options.resolve_timeout, tokio::net::lookup_host(address))
+    let found: Vec<SocketAddr> = timeout(options.step_timeout, tokio::net::lookup_host(address))
         .await
         .map_err(|_| NetError::TimedOut {
             peer: peer(),
             what: "finding its address",
-            after: options.resolve_timeout,
+            after: options.step_timeout,
         })?
         .map_err(|e| {
             let text = plain(&e);
@@ -192,11 +186,11 @@ async fn attempt(
 ) -> Result<Connection, Failure> {
     let peer = options.peer(&target.to_string());
     let started = Instant::now();
-    let tcp = match timeout(options.connect_timeout, TcpStream::connect(target)).await {
+    let tcp = match timeout(options.step_timeout, TcpStream::connect(target)).await {
         Ok(Ok(tcp)) => tcp,
         Ok(Err(e)) => return Err(Failure::Unreachable(plain(&e))),
         Err(_) => {
-            let text = format!("no answer within {:?}", options.connect_timeout);
+            let text = format!("no answer within {:?}", options.step_timeout);
             return Err(Failure::Unreachable(text));
         }
     };
@@ -219,7 +213,7 @@ async fn secure(
         tls::client_config(identity, expected).map_err(|e| handshake_error(&peer, &e))?;
     let io = Counted::new(tcp, Arc::new(WireCounters::default()));
     let handshake = TlsConnector::from(config).connect(tls::server_name(), io);
-    let stream = match timeout(options.handshake_timeout, handshake).await {
+    let stream = match timeout(options.step_timeout, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(e)) => {
             return Err(match found.lock().take() {
@@ -235,7 +229,7 @@ async fn secure(
             return Err(NetError::TimedOut {
                 peer,
                 what: "the handshake",
-                after: options.handshake_timeout,
+                after: options.step_timeout,
             });
         }
     };

@@ -1,7 +1,10 @@
 //! Options of a file mount.
 
-/// Maximum number of threads of either kind.
+/// Maximum of [`Options::threads`].
 pub const MAX_THREADS: usize = 1024;
+
+/// Maximum number of threads on which reads wait for a network; as many again serve writes and flushes.
+pub const MAX_WAITING_THREADS: usize = 128;
 
 /// How a device is exposed as a file.
 #[derive(Debug, Clone)]
@@ -12,8 +15,6 @@ pub struct Options {
     pub read_only: bool,
     /// Threads that read requests from the kernel.
     pub threads: usize,
-    /// Maximum number of threads on which reads wait for a network; as many again serve writes and flushes.
-    pub waiting_threads: usize,
     /// Allows users other than the mounting one: all may read the file and, unless it is read-only, write it, until
     /// chmod and chown restrict that. Otherwise no other user, not even root, has access.
     pub allow_other: bool,
@@ -28,7 +29,6 @@ impl Default for Options {
             name: "disk".into(),
             read_only: false,
             threads: 16,
-            waiting_threads: 128,
             allow_other: false,
             page_cache: false,
         }

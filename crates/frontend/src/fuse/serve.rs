@@ -15,7 +15,7 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
-use super::options::{MAX_THREADS, Options};
+use super::options::{MAX_WAITING_THREADS, Options};
 use super::request::{read, reported, seek, write};
 use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
@@ -110,8 +110,8 @@ impl Disk {
                 modified: now,
                 changed: now,
             }),
-            waiting: Waiting::new(options.waiting_threads.clamp(1, MAX_THREADS)),
-            changes: Waiting::new(options.waiting_threads.clamp(1, MAX_THREADS)),
+            waiting: Waiting::new(MAX_WAITING_THREADS),
+            changes: Waiting::new(MAX_WAITING_THREADS),
             device,
         }
     }

@@ -29,10 +29,6 @@ pub struct ServerOptions {
     pub tls: Option<Tls>,
     /// TLS is optional on a Unix socket.
     pub plain_unix: bool,
-    /// Allow TCP from other machines without client certificates: anyone can read and write.
-    pub open_tcp: bool,
-    /// Permissions of a socket file.
-    pub unix_mode: u32,
     /// Maximum connections; more are closed when accepted.
     pub max_connections: usize,
     /// Maximum requests in flight on a connection.
@@ -54,8 +50,6 @@ impl Default for ServerOptions {
         Self {
             tls: None,
             plain_unix: false,
-            open_tcp: false,
-            unix_mode: 0o600,
             max_connections: 256,
             requests: 128,
             request_bytes: 64 << 20,

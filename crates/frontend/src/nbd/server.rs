@@ -149,7 +149,7 @@ impl Server {
     /// # Errors
     /// [`NbdError::InUse`] if another server is listening, [`NbdError::Bind`] otherwise.
     pub fn listen_unix(&self, path: &Path) -> Result<Listening, NbdError> {
-        let (listener, file) = unix::bind(path, self.shared.served.options.unix_mode)?;
+        let (listener, file) = unix::bind(path)?;
         self.listen(
             Acceptor::Unix(listener),
             Address::Unix(path.into()),
@@ -163,9 +163,8 @@ impl Server {
     /// [`NbdError::Open`] for an address reachable by others when clients need not authenticate, [`NbdError::Bind`]
     /// otherwise.
     pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listening, NbdError> {
-        let options = &self.shared.served.options;
-        let proven = options.tls.as_ref().is_some_and(|tls| tls.clients_proven());
-        if !address.ip().is_loopback() && !proven && !options.open_tcp {
+        let tls = self.shared.served.options.tls.as_ref();
+        if !address.ip().is_loopback() && !tls.is_some_and(|tls| tls.clients_proven()) {
             return Err(NbdError::Open(address));
         }
         let bad = |source| NbdError::Bind {

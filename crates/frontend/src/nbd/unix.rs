@@ -33,8 +33,8 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path` with permissions `mode` from the first moment. A socket file without a listener is replaced.
-pub(super) fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), NbdError> {
+/// Listens at `path`, from the first moment for this user alone. A socket file without a listener is replaced.
+pub(super) fn bind(path: &Path) -> Result<(UnixListener, SocketFile), NbdError> {
     let bad = |source: io::Error| NbdError::Bind {
         address: path.display().to_string(),
         source,
@@ -73,13 +73,13 @@ pub(super) fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile),
         None,
     )
     .map_err(|e| bad(e.into()))?;
-    let made = listen(&socket, path, mode).map_err(|e| bad(e.into()))?;
+    let made = listen(&socket, path).map_err(|e| bad(e.into()))?;
     Ok((UnixListener::from(socket), made))
 }
 
-fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> rustix::io::Result<SocketFile> {
+fn listen(socket: &OwnedFd, path: &Path) -> rustix::io::Result<SocketFile> {
     // The file gets its mode from the socket at creation.
-    rustix::fs::fchmod(socket, Mode::from_raw_mode(mode & 0o777))?;
+    rustix::fs::fchmod(socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(socket, &SocketAddrUnix::new(path)?)?;
     let made = rustix::fs::lstat(path)?;
     let file = SocketFile {

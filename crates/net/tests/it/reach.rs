@@ -87,7 +87,7 @@ async fn a_server_that_says_nothing_is_given_up() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let me = Identity::generate();
     let options = ConnectOptions {
-        handshake_timeout: Duration::from_millis(50),
+        step_timeout: Duration::from_millis(50),
         ..ConnectOptions::default()
     };
     let address = silent.local_addr().unwrap().to_string();
