@@ -211,12 +211,17 @@ impl std::error::Error for DeviceError {
     }
 }
 
+/// Whether a disk or a quota is full.
+#[must_use]
+pub fn is_disk_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded)
+}
+
 impl From<io::Error> for DeviceError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                Self::NoSpace(error.to_string())
-            }
+            _ if is_disk_full(&error) => Self::NoSpace(error.to_string()),
             io::ErrorKind::ReadOnlyFilesystem => Self::ReadOnly,
             _ => Self::Io(Arc::new(error)),
         }

@@ -23,7 +23,7 @@ mod read_at;
 mod units;
 mod varint;
 
-pub use device::{BlockDevice, Capabilities, Cost, DeviceError, Zeroes, check_range};
+pub use device::{BlockDevice, Capabilities, Cost, DeviceError, Zeroes, check_range, is_disk_full};
 pub use digest::{Digest, ParseDigestError};
 pub use extent::{Extent, ExtentKind};
 pub use head::Head;

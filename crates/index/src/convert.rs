@@ -7,7 +7,7 @@
 use std::io;
 use std::sync::Arc;
 
-use drover_core::{Digest, Head};
+use drover_core::{Digest, Head, is_disk_full};
 use drover_storage::{Directory, File, remove_if_exists};
 
 use crate::error::{IndexError, Result};
@@ -42,7 +42,7 @@ pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Resul
         match image(storage, &mut old, report) {
             Ok(()) => report.converted = true,
             // The image can be indexed again, which needs less space than both files together.
-            Err(e) if is_full(&e) => {
+            Err(e) if is_disk_full(&e) => {
                 report.repaired(Repair::NoRoomToConvert(names(id).0));
                 drop_new(storage)?;
                 remove_files(storage, id).map_err(IndexError::io("removing", names(id).0))?;
@@ -54,7 +54,7 @@ pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Resul
     let Some(old) = old else { return Ok(()) };
     match sequences(storage, &old, report) {
         Ok(()) => report.converted = true,
-        Err(e) if is_full(&e) => {
+        Err(e) if is_disk_full(&e) => {
             let what = Repair::NoRoomToConvert(sequence::HASH.into());
             report.repaired(what);
             drop_new(storage)?;
@@ -74,13 +74,6 @@ fn drop_new(storage: &dyn Directory) -> Result<()> {
         .into_iter()
         .try_for_each(|n| remove_if_exists(storage, n))
         .map_err(IndexError::io("removing", HASH))
-}
-
-fn is_full(e: &io::Error) -> bool {
-    matches!(
-        e.kind(),
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
-    )
 }
 
 /// Renames new files that are complete, and removes the others.

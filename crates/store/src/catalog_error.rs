@@ -7,18 +7,24 @@ use std::path::PathBuf;
 pub(crate) type Result<T, E = CatalogError> = std::result::Result<T, E>;
 
 /// Why the catalog could not be used.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum CatalogError {
     /// An SQLite error.
+    #[error("{}: {doing}: {error}", path.display())]
     Sql {
         /// What was being done.
         doing: &'static str,
         /// The database file.
         path: PathBuf,
         /// SQLite's error.
+        #[source]
         error: rusqlite::Error,
     },
     /// The content is corrupt.
+    #[error(
+        "{} is damaged ({what}); stop the drover processes of this home, the next one repairs it",
+        path.display()
+    )]
     Damaged {
         /// The database file.
         path: PathBuf,
@@ -26,6 +32,7 @@ pub enum CatalogError {
         what: String,
     },
     /// Written by a newer version of drover.
+    #[error("{} was made by a newer drover (schema {found}); upgrade this one", path.display())]
     Newer {
         /// The database file.
         path: PathBuf,
@@ -33,15 +40,18 @@ pub enum CatalogError {
         found: i64,
     },
     /// A file beside the database cannot be used.
+    #[error("cannot {doing} {}: {error}", path.display())]
     File {
         /// What was being done.
         doing: &'static str,
         /// The file.
         path: PathBuf,
         /// The system's error.
+        #[source]
         error: io::Error,
     },
     /// The request conflicts with the catalog's content; a message for the user.
+    #[error("{0}")]
     Conflict(String),
 }
 
@@ -58,39 +68,5 @@ impl CatalogError {
             return false;
         };
         error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)
-    }
-}
-
-impl std::fmt::Display for CatalogError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            CatalogError::Sql { doing, path, error } => {
-                write!(f, "{}: {doing}: {error}", path.display())
-            }
-            CatalogError::Damaged { path, what } => write!(
-                f,
-                "{} is damaged ({what}); stop the drover processes of this home, the next one repairs it",
-                path.display()
-            ),
-            CatalogError::Newer { path, found } => write!(
-                f,
-                "{} was made by a newer drover (schema {found}); upgrade this one",
-                path.display()
-            ),
-            CatalogError::File { doing, path, error } => {
-                write!(f, "cannot {doing} {}: {error}", path.display())
-            }
-            CatalogError::Conflict(message) => f.write_str(message),
-        }
-    }
-}
-
-impl std::error::Error for CatalogError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            CatalogError::Sql { error, .. } => Some(error),
-            CatalogError::File { error, .. } => Some(error),
-            _ => None,
-        }
     }
 }

@@ -3,16 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use drover_core::is_disk_full;
 use drover_net::{Code, NetError, Refusal};
 use drover_store::StoreError;
-
-/// Whether the error means that the disk is full.
-fn is_full(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
-    )
-}
 
 /// An error of the teleport layer.
 #[derive(Debug, thiserror::Error)]
@@ -149,8 +142,8 @@ impl TeleportError {
     pub fn is_full(&self) -> bool {
         match self {
             TeleportError::File { error, .. }
-            | TeleportError::Store(StoreError::File { error, .. }) => is_full(error),
-            TeleportError::Index(drover_index::IndexError::Io { cause, .. }) => is_full(cause),
+            | TeleportError::Store(StoreError::File { error, .. }) => is_disk_full(error),
+            TeleportError::Index(drover_index::IndexError::Io { cause, .. }) => is_disk_full(cause),
             _ => false,
         }
     }
@@ -164,7 +157,7 @@ impl TeleportError {
             TeleportError::Net(e) if e.refused() => Some(Code::Untrusted),
             TeleportError::File { error, .. }
             | TeleportError::Store(StoreError::File { error, .. })
-                if is_full(error) =>
+                if is_disk_full(error) =>
             {
                 Some(Code::NoSpace)
             }

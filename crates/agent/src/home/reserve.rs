@@ -22,6 +22,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use drover_core::is_disk_full;
 use drover_net::Code;
 use drover_storage::open_private;
 use drover_store::CatalogError;
@@ -76,7 +77,7 @@ impl Home {
             }
         });
         match filled {
-            Err(e) if is_full_kind(&e) => Ok(()),
+            Err(e) if is_disk_full(&e) => Ok(()),
             other => other,
         }
     }
@@ -141,18 +142,11 @@ fn allocate(file: &File, at: u64) -> io::Result<()> {
     }
 }
 
-fn is_full_kind(e: &io::Error) -> bool {
-    matches!(
-        e.kind(),
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
-    )
-}
-
 /// Whether an error means that a disk is full.
 fn says_full(error: &Error) -> bool {
     chain(error).any(|cause| {
         if let Some(e) = cause.downcast_ref::<io::Error>() {
-            return is_full_kind(e);
+            return is_disk_full(e);
         }
         if let Some(e) = cause.downcast_ref::<TeleportError>() {
             return e.refusal() == Some(Code::NoSpace);

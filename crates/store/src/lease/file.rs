@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use drover_core::is_disk_full;
 use drover_net::{Code, Refusal, decode, encode};
 
 use super::record::{Holder, MountId, Record};
@@ -108,9 +109,9 @@ pub fn store(directory: &Path, record: &Record) -> Result<(), Refusal> {
         drover_storage::atomic_replace(&path, &bytes)
     };
     write().map_err(|e| {
-        let code = match e.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Code::NoSpace,
-            _ => Code::Io,
+        let code = match is_disk_full(&e) {
+            true => Code::NoSpace,
+            false => Code::Io,
         };
         Refusal::new(code, format!("cannot write {}: {e}", path.display()))
     })
