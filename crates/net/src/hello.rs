@@ -58,8 +58,27 @@ pub async fn greet(
     writer: &mut FrameWriter,
     role: Role,
 ) -> Result<Greeting, NetError> {
-    let software = concat!("drover ", env!("CARGO_PKG_VERSION"));
-    greet_as(reader, writer, role, software, PROTOCOL_MIN..=PROTOCOL_MAX).await
+    meet(reader, Some(writer), our_hello(role)).await
+}
+
+/// The same for a program that speaks other protocols.
+///
+/// # Errors
+/// As [`greet`].
+pub async fn greet_as(
+    reader: &mut FrameReader,
+    writer: &mut FrameWriter,
+    role: Role,
+    software: &str,
+    protocols: std::ops::RangeInclusive<u16>,
+) -> Result<Greeting, NetError> {
+    let ours = Hello {
+        protocol_min: *protocols.start(),
+        protocol_max: *protocols.end(),
+        software: tidy(software),
+        ..our_hello(role)
+    };
+    meet(reader, Some(writer), ours).await
 }
 
 /// The first half of [`greet`], for a client that has more to say in the same flight: says hello
@@ -76,14 +95,7 @@ pub async fn send_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetE
 /// # Errors
 /// As [`greet`].
 pub async fn read_hello(reader: &mut FrameReader, role: Role) -> Result<Greeting, NetError> {
-    match timeout(GREET_TIMEOUT, hear(reader)).await {
-        Ok(theirs) => agree(&our_hello(role), &theirs?, reader.peer_text()),
-        Err(_) => Err(NetError::TimedOut {
-            peer: reader.peer_text().to_owned(),
-            what: "its hello",
-            after: GREET_TIMEOUT,
-        }),
-    }
+    meet(reader, None, our_hello(role)).await
 }
 
 fn our_hello(role: Role) -> Hello {
@@ -96,40 +108,27 @@ fn our_hello(role: Role) -> Hello {
     }
 }
 
-/// The same for a program that speaks other protocols.
-///
-/// # Errors
-/// As [`greet`].
-pub async fn greet_as(
+/// Sends our hello, if there is a writer, and reads the peer's.
+async fn meet(
     reader: &mut FrameReader,
-    writer: &mut FrameWriter,
-    role: Role,
-    software: &str,
-    protocols: std::ops::RangeInclusive<u16>,
+    writer: Option<&mut FrameWriter>,
+    ours: Hello,
 ) -> Result<Greeting, NetError> {
-    let ours = Hello {
-        magic: MAGIC,
-        role,
-        protocol_min: *protocols.start(),
-        protocol_max: *protocols.end(),
-        software: tidy(software),
-    };
     let talk = async {
-        writer.send_hello(&encode(&ours)).await?;
-        writer.flush().await?;
+        if let Some(writer) = writer {
+            writer.send_hello(&encode(&ours)).await?;
+            writer.flush().await?;
+        }
         hear(reader).await
     };
-    let theirs = match timeout(GREET_TIMEOUT, talk).await {
-        Ok(theirs) => theirs?,
-        Err(_) => {
-            return Err(NetError::TimedOut {
-                peer: reader.peer_text().to_owned(),
-                what: "its hello",
-                after: GREET_TIMEOUT,
-            });
-        }
-    };
-    agree(&ours, &theirs, reader.peer_text())
+    match timeout(GREET_TIMEOUT, talk).await {
+        Ok(theirs) => agree(&ours, &theirs?, reader.peer_text()),
+        Err(_) => Err(NetError::TimedOut {
+            peer: reader.peer_text().to_owned(),
+            what: "its hello",
+            after: GREET_TIMEOUT,
+        }),
+    }
 }
 
 async fn hear(reader: &mut FrameReader) -> Result<Hello, NetError> {
