@@ -57,6 +57,15 @@ pub struct Frame {
     pub payload: Bytes,
 }
 
+impl Frame {
+    /// A frame with this payload.
+    #[must_use]
+    pub fn new(kind: u8, payload: impl Into<Bytes>) -> Self {
+        let payload = payload.into();
+        Frame { kind, payload }
+    }
+}
+
 /// A parsed header.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Header {

@@ -120,7 +120,7 @@ pub async fn keep(
 async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<Disk>> {
     let mut disks = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
-        match Disk::open(home, place, record, index, image).await {
+        match Disk::open(home, place, record, index, image, true).await {
             Ok(disk) => disks.push(disk),
             Err(e) => {
                 close_quietly(&disks, place);

@@ -73,7 +73,7 @@ pub async fn end(
             }
             false => place.left(index)?.map_or(0, |left| left.dirty),
         };
-        match Disk::open_by(home, place, &record, index, image, false).await {
+        match Disk::open(home, place, &record, index, image, false).await {
             Ok(disk) => {
                 let progress = Arc::clone(&progress);
                 let finished =

@@ -113,25 +113,11 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
 }
 
 impl Disk {
-    /// Opens the target at `index` of a mount's record; from its cache if the other site is unreachable.
+    /// Opens the target at `index` of a mount's record; if `offline`, from its cache when the other site is unreachable.
     ///
     /// # Errors
     /// When it cannot be opened, with a message for the user.
     pub async fn open(
-        home: &Home,
-        place: &Place,
-        record: &Record,
-        index: usize,
-        image: &Target,
-    ) -> Result<Disk> {
-        Disk::open_by(home, place, record, index, image, true).await
-    }
-
-    /// The same; unless `offline`, the site has to be reachable.
-    ///
-    /// # Errors
-    /// As [`Disk::open`].
-    pub async fn open_by(
         home: &Home,
         place: &Place,
         record: &Record,

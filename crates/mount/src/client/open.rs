@@ -139,7 +139,7 @@ pub async fn attempt(
             access: options.access,
             chunk: options.chunk,
             expected,
-            note: cut(&options.note, MAX_NAME),
+            note: options.note[..options.note.floor_char_boundary(MAX_NAME)].to_owned(),
         };
         let connector = connector.clone();
         let requests = match connection {
@@ -218,11 +218,4 @@ async fn open_connection(
         wire,
     };
     Ok((connected, opened))
-}
-
-fn cut(text: &str, most: usize) -> String {
-    let end = (0..=most.min(text.len()))
-        .rev()
-        .find(|&at| text.is_char_boundary(at));
-    text[..end.unwrap_or(0)].to_owned()
 }

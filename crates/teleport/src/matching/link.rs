@@ -82,10 +82,7 @@ impl Link {
             }
             Link::Remote(link) => {
                 link.waiting.push_back(event.blocks());
-                let frame = Frame {
-                    kind: kind::MATCH,
-                    payload: encode_event(&event).into(),
-                };
+                let frame = Frame::new(kind::MATCH, encode_event(&event));
                 link.to.blocking_send(frame).map_err(|_| gone())?;
             }
         }
@@ -278,10 +275,7 @@ mod tests {
         assert!(late.to_string().contains("too long"), "{late}");
         let answering = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(50));
-            let frame = Frame {
-                kind: kind::PLAN,
-                payload: encode_answer(&Ok(Answer::Done)).into(),
-            };
+            let frame = Frame::new(kind::PLAN, encode_answer(&Ok(Answer::Done)));
             answers.blocking_send(Ok(frame)).unwrap();
         });
         let long = Duration::from_secs(60);

@@ -111,10 +111,7 @@ pub async fn serve_teleporter(
                 Err(Refusal::new(Code::Failed, "it stopped"))
             }
         };
-        let frame = Frame {
-            kind: kind::PLAN,
-            payload: encode_answer(&answer).into(),
-        };
+        let frame = Frame::new(kind::PLAN, encode_answer(&answer));
         if to.send(frame).await.is_err() {
             break Ok(());
         }

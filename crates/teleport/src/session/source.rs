@@ -369,10 +369,7 @@ impl Sender {
                     Action::WalkTo(batch) => drop(walk_to.send_replace(batch)),
                     Action::Batch(payload) => {
                         Counters::add(&self.counters.digest_bytes, frame_bytes(payload.len()));
-                        outgoing.push_back(Frame {
-                            kind: kind::BATCH,
-                            payload: payload.into(),
-                        });
+                        outgoing.push_back(Frame::new(kind::BATCH, payload));
                     }
                     Action::Literals(runs) => {
                         Counters::add(&self.counters.needed_blocks, runs.count());
@@ -387,10 +384,7 @@ impl Sender {
                         let same =
                             tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
                         same.map_err(|_| broken())??;
-                        outgoing.push_back(Frame {
-                            kind: kind::END,
-                            payload: encode(&End { digest }).into(),
-                        });
+                        outgoing.push_back(Frame::new(kind::END, encode(&End { digest })));
                     }
                     Action::Done(delivered) => return Ok(Outcome::Delivered(delivered)),
                 }

@@ -53,12 +53,8 @@ pub struct Session {
 
 impl Session {
     pub async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
-        let frame = Frame {
-            kind,
-            payload: payload.into(),
-        };
         self.out
-            .send(frame)
+            .send(Frame::new(kind, payload))
             .await
             .map_err(|_| TeleportError::Lost("source"))
     }

@@ -120,12 +120,9 @@ fn unpack_literals(
     while let Some(frame) = busy.idle(|| frames.blocking_recv()) {
         lap.wait(&shared.stages.unpack);
         if let Some(share) = busy.report() {
-            let payload = share.to_le_bytes().to_vec().into();
+            let payload = share.to_le_bytes().to_vec();
             // Only a hint: dropped if the queue is full.
-            let _ = out.try_send(Frame {
-                kind: kind::BUSY,
-                payload,
-            });
+            let _ = out.try_send(Frame::new(kind::BUSY, payload));
         }
         let current = shared.current.read().clone();
         let Some(image) = current else { continue };

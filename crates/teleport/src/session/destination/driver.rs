@@ -327,10 +327,7 @@ impl Driver<'_> {
     }
 
     fn say(&mut self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
-        let frame = Frame {
-            kind,
-            payload: payload.into(),
-        };
+        let frame = Frame::new(kind, payload);
         let stage = &self.prepared.incoming.stages.drive;
         self.lap.busy(stage);
         let sent = self.out.blocking_send(frame);

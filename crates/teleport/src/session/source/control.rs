@@ -27,11 +27,10 @@ pub type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
 
 impl Control {
     pub async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
-        let frame = Frame {
-            kind,
-            payload: payload.into(),
-        };
-        self.out.send(frame).await.map_err(|_| broken())
+        self.out
+            .send(Frame::new(kind, payload))
+            .await
+            .map_err(|_| broken())
     }
 
     /// Receives the next frame; a refusal is an error. The first frame answers the request. Cancel safe.
