@@ -128,17 +128,29 @@ impl Transfer {
         let log = new_log(&dir.join("log"), &opening, encoded_layout, disk)?;
         sync_parent(&part_path).map_err(TeleportError::file("sync", dir))?;
         sync_parent(dir).map_err(TeleportError::file("sync", dir))?;
-        Ok(Transfer {
+        let part = Arc::new(SyncedFile::new(part, disk.clone()));
+        Ok(Transfer::begun(dir, log, part, layout, opening))
+    }
+
+    /// A transfer whose log has nothing but the opening.
+    fn begun(
+        dir: &Path,
+        log: Log,
+        part: Arc<SyncedFile>,
+        layout: Arc<Layout>,
+        opening: Opening,
+    ) -> Self {
+        Transfer {
             dir: dir.into(),
             front: log.bytes(),
             log,
-            part: Arc::new(SyncedFile::new(part, disk.clone())),
+            part,
             layout,
             opening,
             compare: false,
             next: 0,
             held: BTreeMap::new(),
-        })
+        }
     }
 
     /// Replaces a transfer with a new one that continues its partial file: every batch is compared with its contents.
@@ -166,16 +178,10 @@ impl Transfer {
             .map_err(TeleportError::file("size", &part_path))?;
         files::clear(&part, files::uncovered(&layout))
             .map_err(TeleportError::file("write", &part_path))?;
+        let part = Arc::new(SyncedFile::new(part, disk.clone()));
         Ok(Transfer {
-            dir: dir.into(),
-            front: log.bytes(),
-            log,
-            part: Arc::new(SyncedFile::new(part, disk.clone())),
-            layout,
-            opening,
             compare: true,
-            next: 0,
-            held: BTreeMap::new(),
+            ..Transfer::begun(dir, log, part, layout, opening)
         })
     }
 

@@ -86,10 +86,10 @@ impl Part {
         file.set_len(self.len())
             .with_context(|| format!("cannot write {}", path.display()))?;
         match &self.qcow2 {
-            Some(content) => copy(content, 0..content.len(), file, path, progress)?,
+            Some(content) => copy(content, 0..content.len(), file, path, progress, false)?,
             None => {
                 for run in &self.data {
-                    copy(&self.view, run.clone(), file, path, progress)?;
+                    copy(&self.view, run.clone(), file, path, progress, false)?;
                 }
             }
         }
@@ -122,7 +122,7 @@ impl Part {
             for (bytes, zeros) in self.view.changes_in(window.clone()) {
                 match zeros {
                     true => punch(file, &bytes).with_context(cannot)?,
-                    false => copy_all(&self.view, bytes, file, path, progress)?,
+                    false => copy(&self.view, bytes, file, path, progress, true)?,
                 }
             }
             at = window.end;
@@ -149,36 +149,16 @@ fn punch(file: &File, bytes: &Range<u64>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Copies a range, leaving holes for long zero runs.
+/// Copies a range; unless `zeros` are written too, leaves holes for long runs of them.
 fn copy(
     from: &dyn ReadAt,
     range: Range<u64>,
     file: &File,
     path: &Path,
     progress: &mut Progress<'_>,
+    zeros: bool,
 ) -> Result<()> {
-    copy_some(from, range, file, path, progress, &|bytes| !is_zero(bytes))
-}
-
-/// Copies a range including zeros.
-fn copy_all(
-    from: &dyn ReadAt,
-    range: Range<u64>,
-    file: &File,
-    path: &Path,
-    progress: &mut Progress<'_>,
-) -> Result<()> {
-    copy_some(from, range, file, path, progress, &|_| true)
-}
-
-fn copy_some(
-    from: &dyn ReadAt,
-    range: Range<u64>,
-    file: &File,
-    path: &Path,
-    progress: &mut Progress<'_>,
-    wanted: &dyn Fn(&[u8]) -> bool,
-) -> Result<()> {
+    let wanted = |grain: &[u8]| zeros || !is_zero(grain);
     let mut slab = vec![0; SLAB];
     let mut at = range.start;
     while at < range.end {
