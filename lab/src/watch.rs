@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use anyhow::{Context, Result};
 use serde::Serialize;
 
 /// Sampling interval. The kernel keeps the peak, so only growth in the last moments is missed.
@@ -85,10 +86,14 @@ pub fn cpu_of_children() -> f64 {
     ticks(&stat, [13, 14]).unwrap_or_default()
 }
 
-/// The machine's load average over the last minute, if available.
-pub fn load() -> Option<f64> {
-    let said = fs::read_to_string("/proc/loadavg").ok()?;
-    said.split_whitespace().next()?.parse().ok()
+/// The machine's load average over the last minute.
+///
+/// # Errors
+/// When the kernel does not say.
+pub fn load() -> Result<f64> {
+    let said = fs::read_to_string("/proc/loadavg")?;
+    let first = said.split_whitespace().next();
+    Ok(first.context("/proc/loadavg is empty")?.parse()?)
 }
 
 /// A description of this machine: CPU, cores, memory and kernel.
@@ -180,7 +185,7 @@ mod tests {
 
     #[test]
     fn the_load_is_told() {
-        assert!(load().is_some_and(|load| load >= 0.0));
+        assert!(load().is_ok_and(|load| load >= 0.0));
     }
 
     #[test]

@@ -151,10 +151,9 @@ pub fn table(columns: &[Column], rows: &[(&Record, &Row)], machines: &[&str]) ->
     for (record, row) in rows {
         let here = |machine: &&str| *machine == record.machine;
         let machine = machines.iter().position(here).unwrap_or(0) + 1;
-        let load = record.load.map(|load| format!("{load:.1}"));
         let mut cells: Vec<String> = columns.iter().map(|column| show(column, row)).collect();
         cells.extend([format!("`{}`", record.build), format!("m{machine}")]);
-        cells.push(load.unwrap_or_else(|| "not noted".to_owned()));
+        cells.push(format!("{:.1}", record.load));
         cells.extend(bad.then(|| cell(&row.verdict.words())));
         _ = writeln!(text, "| {} |", cells.join(" | "));
     }

@@ -28,8 +28,8 @@ pub struct Record {
     pub subject: String,
     /// Description of the machine.
     pub machine: String,
-    /// Its load average before the case, if recorded.
-    pub load: Option<f64>,
+    /// Its load average before the case.
+    pub load: f64,
     /// The rows.
     pub rows: Vec<Row>,
 }

@@ -123,7 +123,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
             continue;
         }
         eprintln!("{at}: {}", case.what);
-        let (begun, load) = (Instant::now(), watch::load());
+        let (begun, load) = (Instant::now(), watch::load()?);
         let measured = process::measure(lab, experiment, case, &interrupted);
         let Some(rows) = measured.transpose() else {
             break;

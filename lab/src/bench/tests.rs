@@ -35,7 +35,7 @@ fn record(case: &str, build: &str, rows: Vec<Row>) -> Record {
         build: build.to_owned(),
         subject: String::new(),
         machine: "a machine".to_owned(),
-        load: Some(1.25),
+        load: 1.25,
         rows,
     }
 }
