@@ -1,12 +1,17 @@
 //! Pairing with other sites: making a ticket, and redeeming another site's.
 
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::time::Duration;
 
 use drover_net::{ConnectOptions, PeerKey, Ticket, TicketError, connect_any};
+use drover_storage::atomic_replace;
 use drover_store::{Peer, SiteCatalog, peer_name};
 
 use crate::addresses;
-use crate::error::{Error, Result};
+use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home};
 use crate::remote::Call;
 use crate::serve::Pair;
@@ -42,6 +47,24 @@ pub fn new_ticket(home: &Home, advertise: &[String], lifetime: Duration) -> Resu
         expires_unix: now.saturating_add(seconds),
         site_runs: home.used_by()?.is_some(),
     })
+}
+
+/// Writes a ticket to a file that only this user can read. A file in its place is an error, unless it may be replaced.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn save_ticket(ticket: &Ticket, path: &Path, may_replace: bool) -> Result<()> {
+    let text = format!("{ticket}\n");
+    let saved = match may_replace {
+        true => atomic_replace(path, text.as_bytes()),
+        false => File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
+            .and_then(|mut file| file.write_all(text.as_bytes())),
+    };
+    saved.with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// A newly paired site.
@@ -122,7 +145,7 @@ pub fn misnamed(catalog: &SiteCatalog) -> Result<Vec<String>> {
     let misnamed = peers.filter(|name| peer_name::is_reserved(name));
     let say = |name| {
         format!(
-            "images of the peer {name} cannot be mounted: {name}:PATH is a disk of this host: run `drover peers forget {name}`, then pair again with `drover pair TICKET --name NAME`"
+            "images of the peer {name} cannot be mounted: {name}:PATH is a disk of this host: run `drover peers forget {name}`, then pair again with `drover pair --name NAME`"
         )
     };
     Ok(misnamed.map(say).collect())

@@ -161,6 +161,6 @@ pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
         some => format!("peers: {}", some.join(", ")),
     };
     Err(Error::refused(format!(
-        "no peer is called {name:?} ({known}); `drover pair TICKET` adds one"
+        "no peer is called {name:?} ({known}); `drover pair` adds one"
     )))
 }

@@ -39,7 +39,7 @@ use values::image_name;
     after_help = "\
 Examples:
   drover serve                          on the remote host: run a site, print a pairing ticket
-  drover pair TICKET --name lyon        here: pair with it under the name lyon
+  drover pair --name lyon               here: enter the ticket, to pair with it under the name lyon
   drover send web.qcow2 lyon            send an image
   drover images lyon                    list the images at lyon
   drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
@@ -178,7 +178,7 @@ pub struct ServeArgs {
 #[command(after_help = "\
 Examples:
   drover teleporter --listen 0.0.0.0:7378      on the teleporter; prints a ticket
-  drover pair TICKET --name matcher            at the site that is to use it;
+  drover pair --name matcher                   at the site that is to use it: enter the ticket;
                                                then set teleporter = \"matcher\" in its config.toml")]
 pub struct TeleporterArgs {
     #[command(flatten)]
@@ -187,12 +187,15 @@ pub struct TeleporterArgs {
 
 /// Print a one-time ticket for another site to pair with this one
 ///
-/// Works whether or not the site is running. Treat a ticket like a password: the first site to use it is trusted.
+/// Works whether or not the site is running. Treat a ticket like a password: the first site to use it is trusted. It is not
+/// printed to a file that other users can read.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover ticket
-  drover ticket --expires 10m --advertise lyon.example.net:7377")]
+  drover ticket --out lyon.ticket              in a file that only you can read
+  drover ticket --expires 10m --advertise lyon.example.net:7377
+  ssh lyon drover ticket | drover pair - --name lyon")]
 pub struct TicketArgs {
     /// Time until the ticket expires
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "24h")]
@@ -200,6 +203,12 @@ pub struct TicketArgs {
     /// Address to put into the ticket instead of those the site listens on; repeatable
     #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
     pub advertise: Vec<String>,
+    /// Write the ticket to FILE, which only this user can read (mode 0600)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
+    pub out: Option<PathBuf>,
+    /// Replace FILE if it exists
+    #[arg(long, requires = "out")]
+    pub force: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
@@ -212,10 +221,13 @@ pub struct TicketArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  drover pair drover1... --name lyon")]
+  drover pair --name lyon                      asks for the ticket
+  drover pair - --name lyon < lyon.ticket
+  ssh lyon drover ticket | drover pair - --name lyon")]
 pub struct PairArgs {
-    /// Ticket printed by `drover serve` or `drover ticket` at the other site
-    pub ticket: String,
+    /// Ticket printed by `drover serve` or `drover ticket` at the other site, or - to read it from stdin, which at a terminal
+    /// asks for it [default: -]. Prefer stdin: every user of this host can read the arguments of a running command
+    pub ticket: Option<String>,
     /// Local name for the peer [default: the name it proposes]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,

@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use drover_agent::error::Error;
+use rustix::fs::{FileType, fstat};
 use serde::Serialize;
 
 /// The reader of stdout closed the pipe. Not reported: the work itself succeeded.
@@ -35,6 +36,13 @@ pub fn line(text: &str) -> Result<()> {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(ReaderGone.into()),
         other => other.context("cannot write to stdout"),
     }
+}
+
+/// Whether stdout is a regular file that other users may read, which is no place for a secret.
+pub fn is_readable_by_others() -> bool {
+    fstat(io::stdout()).is_ok_and(|found| {
+        FileType::from_raw_mode(found.st_mode).is_file() && found.st_mode & 0o044 != 0
+    })
 }
 
 /// Prints one JSON object on a line.

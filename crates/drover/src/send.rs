@@ -33,7 +33,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     let peer = find_peer(&catalog, &peer_name)?;
     if peer.addresses.is_empty() {
         bail!(
-            "the address of {peer_name} is unknown: pair again with a ticket from {peer_name}: `drover pair TICKET --name {peer_name}`"
+            "the address of {peer_name} is unknown: pair again with a ticket from {peer_name}: `drover pair --name {peer_name}`"
         );
     }
     for item in &items {

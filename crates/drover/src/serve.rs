@@ -37,8 +37,14 @@ fn announce(ready: &Ready) {
         "drover: {} {} is listening on {}, key {}",
         ready.duty, ready.name, ready.listening, ready.key
     ));
+    if out::is_readable_by_others() {
+        out::note(
+            "drover: no ticket is printed: stdout is a file that other users can read; `drover ticket` makes one",
+        );
+        return;
+    }
     out::note(&format!(
-        "drover: the ticket is valid once, for 24 hours; to use it at another site: drover pair TICKET --name {}",
+        "drover: the ticket is valid once, for 24 hours; to use it at another site: drover pair --name {}",
         ready.name
     ));
     if let Err(e) = out::line(&ready.ticket.to_string()) {

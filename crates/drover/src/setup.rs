@@ -1,6 +1,6 @@
 //! `init`, `ticket`, `pair` and `peers`: the identity of a site and its peers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use drover_agent::home::{Chosen, CleanUp, Home};
@@ -11,6 +11,7 @@ use drover_agent::text::{clean, moment};
 use serde_json::json;
 
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
+use crate::failure::usage;
 use crate::{out, prompt};
 
 /// Creates a site directory.
@@ -54,8 +55,17 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
 /// Prints a new ticket.
 ///
 /// # Errors
-/// When the catalog cannot be written, or no address is known.
+/// When the catalog or the file cannot be written, no address is known, or other users could read what it is printed to.
 pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
+    match &args.out {
+        Some(path) => check_new(path, args.force)?,
+        None if out::is_readable_by_others() => {
+            return Err(usage(
+                "cannot print the ticket: stdout is a file that other users can read: use --out FILE",
+            ));
+        }
+        None => {}
+    }
     let NewTicket {
         ticket,
         expires_unix,
@@ -72,7 +82,29 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
             "ticket": ticket.to_string(), "addresses": ticket.addresses, "expires_unix": expires_unix,
         }));
     }
-    out::line(&ticket.to_string())
+    match &args.out {
+        Some(path) => {
+            pairing::save_ticket(&ticket, path, args.force)?;
+            out::note(&format!("drover: the ticket is in {}", path.display()));
+            Ok(())
+        }
+        None => out::line(&ticket.to_string()),
+    }
+}
+
+/// Refuses to write a ticket over a file, unless it may be replaced.
+fn check_new(path: &Path, force: bool) -> Result<()> {
+    match path.symlink_metadata() {
+        Ok(found) if !found.is_file() => Err(usage(format!(
+            "{} exists and is not a regular file: choose another path",
+            path.display()
+        ))),
+        Ok(_) if !force => Err(usage(format!(
+            "{} exists: --force replaces it",
+            path.display()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Pairs with the site that made the ticket.
@@ -80,7 +112,11 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
 /// # Errors
 /// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
 pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
-    let paired = pairing::pair(home, &args.ticket, args.name).await?;
+    let ticket = match args.ticket {
+        Some(ticket) if ticket != "-" => ticket,
+        _ => prompt::secret("ticket")?,
+    };
+    let paired = pairing::pair(home, &ticket, args.name).await?;
     let (name, key) = (paired.name, paired.key);
     let calls_itself = clean(&paired.calls_itself);
     if args.json {
@@ -138,7 +174,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
         return Ok(());
     }
     if peers.is_empty() {
-        out::note("drover: no peers; `drover pair TICKET --name NAME` adds one");
+        out::note("drover: no peers; `drover pair --name NAME` adds one");
         return Ok(());
     }
     let rows = peers

@@ -86,7 +86,7 @@ async fn talk(
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
         tracing::warn!(peer = key.short(), "refused a key that is not trusted");
         // The peer adds the name under which it knows this site, which may be another.
-        let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair TICKET` here";
+        let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair` here";
         return Ok(call.refuse(&Refusal::new(Code::Untrusted, text)).await?);
     }
     let Some(_place) = server.admission.trust(key) else {

@@ -6,6 +6,7 @@ mod changes;
 mod damage;
 mod full;
 mod hostile;
+mod hostile_users;
 mod missing;
 mod mount;
 mod mount_offline;

@@ -1,7 +1,7 @@
 //! Test helpers: homes, running sites and commands.
 
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Seek, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -44,17 +44,17 @@ impl World {
 
     /// Runs a command to its end.
     pub fn run(&self, home: &str, args: &[&str]) -> Ran {
-        let Output {
-            status,
-            stdout,
-            stderr,
-        } = self.drover(home, args).output().unwrap();
-        Ran {
-            what: format!("{home}: drover {}", args.join(" ")),
-            code: status.code(),
-            out: String::from_utf8(stdout).unwrap(),
-            err: String::from_utf8(stderr).unwrap(),
-        }
+        let output = self.drover(home, args).output().unwrap();
+        Ran::of(home, args, output)
+    }
+
+    /// The same with this text on stdin.
+    pub fn run_with(&self, home: &str, args: &[&str], stdin: &str) -> Ran {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(stdin.as_bytes()).unwrap();
+        file.rewind().unwrap();
+        let output = self.drover(home, args).stdin(file).output().unwrap();
+        Ran::of(home, args, output)
     }
 
     /// Runs a site and waits until it is ready.
@@ -222,6 +222,15 @@ pub struct Ran {
 }
 
 impl Ran {
+    fn of(home: &str, args: &[&str], output: Output) -> Ran {
+        Ran {
+            what: format!("{home}: drover {}", args.join(" ")),
+            code: output.status.code(),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
     #[track_caller]
     pub fn ok(self) -> Ran {
         self.code(0)
