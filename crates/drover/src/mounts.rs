@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::metrics::of_mounts;
-use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Process, Target, all};
+use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Listen, Process, Target, all};
 use serde_json::json;
 
 use crate::cli::{
@@ -46,22 +46,7 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
 /// # Errors
 /// When the images cannot be served.
 pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
-    if !args.nbd.is_local() && args.tls_certificates.is_none() {
-        return Err(usage(format!(
-            "--nbd {}: an address that other hosts can reach needs --tls-certificates; or listen on unix:PATH or 127.0.0.1:PORT",
-            args.nbd
-        )));
-    }
-    if let Some(dir) = &args.tls_certificates
-        && !args.nbd.is_local()
-        && !dir.join("ca-cert.pem").exists()
-    {
-        return Err(usage(format!(
-            "--nbd {}: an address that other hosts can reach needs client certificates: put the CA certificate that signed them into {}",
-            args.nbd,
-            dir.join("ca-cert.pem").display()
-        )));
-    }
+    check_address(&args)?;
     for (i, image) in args.images.iter().enumerate() {
         if args.images[..i]
             .iter()
@@ -89,6 +74,34 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
         json: args.json,
     };
     begin(home, args.images, front, args.options, &daemon, verbose).await
+}
+
+/// Refuses an address at which clients need not prove who they are, but for a Unix socket and what the user allowed.
+fn check_address(args: &ExportArgs) -> Result<()> {
+    let (nbd, dir) = (&args.nbd, args.tls_certificates.as_deref());
+    let Listen::Tcp(_) = nbd else {
+        return match args.allow_local_users {
+            true => Err(usage(
+                "--allow-local-users is for an ADDRESS:PORT: a Unix socket is for its owner",
+            )),
+            false => Ok(()),
+        };
+    };
+    let ca = dir.map(|dir| dir.join("ca-cert.pem"));
+    match ca {
+        Some(ca) if ca.exists() => Ok(()),
+        _ if nbd.is_local() && args.allow_local_users => Ok(()),
+        _ if nbd.is_local() => Err(usage(format!(
+            "--nbd {nbd}: every user of this host could use the disk: listen on unix:PATH, or allow it with --allow-local-users"
+        ))),
+        None => Err(usage(format!(
+            "--nbd {nbd}: an address that other hosts can reach needs --tls-certificates; or listen on unix:PATH"
+        ))),
+        Some(ca) => Err(usage(format!(
+            "--nbd {nbd}: an address that other hosts can reach needs client certificates: put the CA certificate that signed them into {}",
+            ca.display()
+        ))),
+    }
 }
 
 /// `drover attach`.

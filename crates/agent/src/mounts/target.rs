@@ -126,7 +126,7 @@ impl Listen {
         address
             .parse()
             .map(Listen::Tcp)
-            .map_err(|_| "expected unix:PATH or ADDRESS:PORT, such as 127.0.0.1:10809".into())
+            .map_err(|_| "expected unix:PATH or ADDRESS:PORT, such as unix:/run/web.sock".into())
     }
 
     /// Whether it is reachable from this machine only.

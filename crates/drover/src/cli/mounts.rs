@@ -56,24 +56,28 @@ pub struct MountArgs {
 Examples:
   drover export lyon:web.qcow2 --nbd unix:/run/web.sock
   qemu-system-x86_64 -drive file=nbd:unix:/run/web.sock,if=virtio,format=raw
-  drover export lyon:web.qcow2 lyon:db.qcow2 --nbd 127.0.0.1:10809 --read-only
+  drover export lyon:web.qcow2 lyon:db.qcow2 --nbd unix:/run/lyon.sock --read-only
   drover export web.qcow2 --nbd unix:/run/web.sock     an image of this site
   drover export file:/srv/disk.raw --nbd unix:/run/disk.sock
   drover export dir:/srv/disk --size 20G --nbd unix:/run/disk.sock
   drover export lyon:web.qcow2 --nbd 0.0.0.0:10809 --tls-certificates /etc/pki/nbd
+  drover export lyon:web.qcow2 --nbd 127.0.0.1:10809 --allow-local-users
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct ExportArgs {
     /// Disks to export: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
     #[arg(required = true, value_name = "DISK")]
     pub images: Vec<Target>,
-    /// Address to listen on: unix:PATH or ADDRESS:PORT
+    /// Address to listen on: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
     #[arg(long, value_name = "ADDRESS", value_parser = Listen::parse)]
     pub nbd: Listen,
     /// Directory with server-cert.pem and server-key.pem, and ca-cert.pem to accept only clients whose certificate it
-    /// signed; all three are required unless --nbd is a Unix socket or a loopback address
+    /// signed; all three are required for an address that other hosts can reach
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub tls_certificates: Option<PathBuf>,
+    /// Let every user of this host use the disks; required for a loopback address without client certificates
+    #[arg(long)]
+    pub allow_local_users: bool,
     /// Return as soon as clients can connect, and keep running in the background
     #[arg(long)]
     pub background: bool,

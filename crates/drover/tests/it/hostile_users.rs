@@ -1,13 +1,14 @@
-//! Hostile users of the same host: they look for a ticket.
+//! Hostile users of the same host: they look for a ticket, and connect to an export.
 
 use std::fs::{self, File, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::mount::{has, text};
-use crate::world::World;
+use crate::mount::{Mounts, has, text};
+use crate::world::{World, own_address};
 
 fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o777
@@ -141,4 +142,26 @@ fn a_ticket_goes_only_where_its_owner_alone_can_read_it() {
     assert!(says.is_some_and(|line| line.contains("no ticket is printed")));
     assert_eq!(fs::read(&shown).unwrap(), b"");
     drop(far);
+}
+
+#[test]
+fn an_export_is_for_its_owner_unless_asked_otherwise() {
+    let m = Mounts::new();
+    m.raw("web.raw", 91);
+    let address = own_address().to_string();
+    m.near(&["export", "far:web.raw", "--nbd", &address, "--background"])
+        .fails(2, &["every user", "unix:PATH", "--allow-local-users"]);
+    assert!(TcpStream::connect(&address).is_err());
+    let socket = m.export("web.raw", &[]);
+    assert_eq!(mode(&socket), 0o600);
+    m.unmount(&socket, &[]).ok();
+    let unix = format!("unix:{}", socket.display());
+    m.near(&[
+        "export",
+        "far:web.raw",
+        "--nbd",
+        &unix,
+        "--allow-local-users",
+    ])
+    .fails(2, &["ADDRESS:PORT"]);
 }

@@ -131,6 +131,7 @@ fn several_images_by_tcp_and_a_foreground_that_ends_by_signal() {
         "far:two.raw",
         "--nbd",
         &address,
+        "--allow-local-users",
         "--read-only",
     ];
     let mut child = m
@@ -179,7 +180,7 @@ fn beyond_this_machine_only_with_certificates() {
     let address = listener.local_addr().unwrap();
     drop(listener);
     let listen = address.to_string();
-    m.near(&[
+    let secure = [
         "export",
         "far:web.raw",
         "--nbd",
@@ -187,8 +188,9 @@ fn beyond_this_machine_only_with_certificates() {
         "--background",
         "--tls-certificates",
         text(&dir),
-    ])
-    .fails(1, &["server-cert.pem"]);
+    ];
+    let open = [&secure[..], &["--allow-local-users"]].concat();
+    m.near(&open).fails(1, &["server-cert.pem"]);
     let (key, cert) = (dir.join("server-key.pem"), dir.join("server-cert.pem"));
     tool(
         "openssl",
@@ -212,17 +214,9 @@ fn beyond_this_machine_only_with_certificates() {
             text(&cert),
         ],
     );
-    m.near(&[
-        "export",
-        "far:web.raw",
-        "--nbd",
-        &listen,
-        "--background",
-        "--tls-certificates",
-        text(&dir),
-    ])
-    .ok();
-    // On a loopback address the server's certificate is enough; otherwise clients need one too.
+    // The server's certificate keeps nobody out: on a loopback address that must be allowed, otherwise clients need one too.
+    m.near(&secure).fails(2, &["--allow-local-users"]);
+    m.near(&open).ok();
     m.near(&[
         "export",
         "far:web.raw",
@@ -249,6 +243,13 @@ fn beyond_this_machine_only_with_certificates() {
         tool("nbdinfo", &["--size", &uri]).trim(),
         (4 << 20).to_string()
     );
+    until("it is free", || {
+        m.near(&["unmount", &listen]).code == Some(0)
+    });
+    // With client certificates, other users have nothing to connect with.
+    fs::copy(&cert, dir.join("ca-cert.pem")).unwrap();
+    m.near(&secure).ok();
+    assert_ne!(tried("nbdinfo", &[&uri]).code, Some(0), "served to anyone");
     until("it is free", || {
         m.near(&["unmount", &listen]).code == Some(0)
     });
