@@ -29,6 +29,7 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
     let front = Front::File {
         path,
         device: args.device,
+        partitions: args.partitions,
     };
     begin(
         home,

@@ -47,7 +47,14 @@ impl Shown {
     /// When it cannot be started; nothing is left of it then.
     pub fn make(record: &Record, disks: &[Disk]) -> Result<Shown> {
         match &record.front {
-            Front::File { path, device } => file(record, path, *device, only(disks)?),
+            Front::File {
+                path,
+                device,
+                partitions,
+            } => {
+                let scan = device.then_some(*partitions);
+                file(record, path, scan, only(disks)?)
+            }
             Front::Nbd { listen, tls } => serve(listen, tls.as_deref(), disks, record),
             Front::Kernel {
                 driver: Driver::Nbd,
@@ -215,22 +222,24 @@ fn only(disks: &[Disk]) -> Result<&Disk> {
     }
 }
 
-fn file(record: &Record, path: &Path, device: bool, disk: &Disk) -> Result<Shown> {
+/// A file and, with `device`, a loop device on it; the value says whether its partitions are scanned.
+fn file(record: &Record, path: &Path, device: Option<bool>, disk: &Disk) -> Result<Shown> {
     let read_only = disk.device().capabilities().read_only;
     let name = record.images.first().map_or("disk", |i| i.image.as_str());
     let options = fuse::Options {
         name: name.into(),
         read_only,
         // The loop device has a page cache of its own.
-        page_cache: !device,
+        page_cache: device.is_none(),
         ..fuse::Options::default()
     };
     let mut mount = fuse::FileMount::mount(path, disk.device(), options)?;
     let device = match device {
-        false => None,
-        true => {
+        None => None,
+        Some(partitions) => {
             let options = loopdev::Options {
                 read_only,
+                partitions,
                 ..loopdev::Options::default()
             };
             match loopdev::LoopDevice::attach(mount.path(), options) {

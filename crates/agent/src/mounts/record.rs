@@ -41,6 +41,9 @@ pub enum Front {
         path: PathBuf,
         /// Whether a loop device is wanted.
         device: bool,
+        /// Whether the kernel scans it for partitions; records of earlier versions do not say, and it did.
+        #[serde(default = "scanned")]
+        partitions: bool,
     },
     /// Exports of an NBD server.
     Nbd {
@@ -56,6 +59,10 @@ pub enum Front {
         /// The device, if a particular one was requested.
         device: Option<PathBuf>,
     },
+}
+
+fn scanned() -> bool {
+    true
 }
 
 impl Front {
@@ -462,5 +469,28 @@ impl Record {
                 Front::Nbd { .. } => false,
                 Front::Kernel { device, .. } => device.as_deref().is_some_and(same),
             }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_without_partitions_means_what_it_meant() {
+        let front = |partitions| Front::File {
+            path: "/mnt/web".into(),
+            device: true,
+            partitions,
+        };
+        let old = r#"{"file":{"path":"/mnt/web","device":true}}"#;
+        assert_eq!(serde_json::from_str::<Front>(old).unwrap(), front(true));
+        for partitions in [true, false] {
+            let json = serde_json::to_string(&front(partitions)).unwrap();
+            assert_eq!(
+                serde_json::from_str::<Front>(&json).unwrap(),
+                front(partitions)
+            );
+        }
     }
 }

@@ -25,7 +25,8 @@ const SECTOR: u64 = 512;
 #[command(after_help = "\
 Examples:
   drover mount lyon:web.qcow2 /mnt/web                 /mnt/web is a raw disk for QEMU
-  drover mount lyon:web.qcow2 /mnt/web --device        prints /dev/loop0; mount /dev/loop0p1 /srv
+  drover mount lyon:web.qcow2 /mnt/web --device        prints /dev/loop0
+  drover mount lyon:web.qcow2 /mnt/web --device --partitions      then mount /dev/loop0p1 /srv
   drover mount lyon:web.qcow2 /mnt/web --read-only --prefetch none
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover unmount /mnt/web
@@ -41,6 +42,9 @@ pub struct MountArgs {
     /// Also attach a loop device, and print its path (needs root)
     #[arg(long)]
     pub device: bool,
+    /// Let the kernel look for partitions (/dev/loop0p1, ...); only for an image whose source you trust
+    #[arg(long, requires = "device")]
+    pub partitions: bool,
     #[command(flatten)]
     pub options: OptionArgs,
     #[command(flatten)]
@@ -91,7 +95,8 @@ pub struct ExportArgs {
 /// Attach an image as a kernel block device, by ublk or NBD
 ///
 /// Prints the path of the device. Needs root and the kernel module ublk_drv or nbd, which is loaded if it is installed;
-/// `drover mount --device` needs neither module.
+/// `drover mount --device` needs neither module. These drivers always look for partitions: attach only images whose source
+/// you trust.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -14,7 +14,8 @@ pub struct Options {
     pub direct_io: bool,
     /// Logical block size: 512 or 4096.
     pub block_size: u32,
-    /// Scan for partitions (`/dev/loopNp1`).
+    /// Let the kernel scan for partitions (`/dev/loopNp1`): its parsers, and what udev starts for each partition, then
+    /// read a table that may be hostile.
     pub partitions: bool,
     /// Maximum read-ahead of the kernel (bytes, in whole KiB); 0: its default, often 128 KiB, which is too little for
     /// remote data.
@@ -27,7 +28,7 @@ impl Default for Options {
             read_only: false,
             direct_io: true,
             block_size: 512,
-            partitions: true,
+            partitions: false,
             read_ahead: 4 << 20,
         }
     }

@@ -109,6 +109,30 @@ fn btrfs_on_the_loop_device() {
     file_system("btrfs", 160 << 20, &["btrfs", "check"]);
 }
 
+/// A partition table comes from the image, which may be hostile.
+#[test]
+fn partitions_are_looked_for_only_when_asked() {
+    if !can_mount("partitions_are_looked_for_only_when_asked") {
+        return;
+    }
+    let m = Mounts::new();
+    m.empty("disk.raw", 1 << 20);
+    for (options, scans) in [
+        (&["--device"][..], "0"),
+        (&["--device", "--partitions"], "1"),
+    ] {
+        let device = m.mount("disk.raw", "disk", options);
+        let name = device.file_name().unwrap();
+        let scan = Path::new("/sys/block").join(name).join("loop/partscan");
+        assert_eq!(fs::read_to_string(&scan).unwrap().trim(), scans);
+        until("nothing uses the device", || {
+            m.unmount(&device, &[]).code == Some(0)
+        });
+    }
+    m.near(&["mount", "far:disk.raw", "disk", "--partitions"])
+        .code(2);
+}
+
 #[test]
 fn sqlite_commits_through_cuts_of_the_link() {
     let test = "sqlite_commits_through_cuts_of_the_link";

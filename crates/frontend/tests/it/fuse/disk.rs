@@ -426,7 +426,15 @@ fn it_is_as_it_was_asked_for() {
     eventually("the device is gone", || {
         attached_under(&place.path("")).is_empty()
     });
+    // Nobody asked for partitions.
     let mut disk = attach(&file);
+    assert!(!Path::new(&format!("{}p1", text(disk.path()))).exists());
+    disk.detach().unwrap();
+    let options = Options {
+        partitions: true,
+        ..Options::default()
+    };
+    let mut disk = LoopDevice::attach(file.path(), options).unwrap();
     let partition = PathBuf::from(format!("{}p1", text(disk.path())));
     eventually("the partition is seen", || partition.exists());
     memory.write(2048 * 512, b"in the partition").unwrap();
