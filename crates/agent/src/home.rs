@@ -3,19 +3,22 @@
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve
 //! images/        work/         index/        mounted/     mounts/
+//! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
 
+mod checks;
 mod config;
 mod reserve;
 
-use std::fs::{DirBuilder, File, TryLockError};
+use std::fs::{self, File, Permissions, TryLockError};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use drover_net::Identity;
-use drover_storage::open_private;
+use drover_net::{DEFAULT_DOMAIN, Identity};
+use drover_storage::{make_private_dir, open_private};
+use drover_store::domain;
 use drover_store::space::Places;
 
 use crate::error::{Context, Error, Result, bail};
@@ -31,6 +34,8 @@ const LOCK_PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone)]
 pub struct Home {
     dir: PathBuf,
+    /// The directory of the site, if this is that of a domain.
+    site: Option<PathBuf>,
     /// The settings of `config.toml`, or the defaults.
     pub config: Config,
 }
@@ -72,14 +77,18 @@ impl Home {
     /// When it cannot be created, or its configuration cannot be read.
     pub fn create(dir: PathBuf) -> Result<Home> {
         make_dir(&dir)?;
-        for sub in ["work", "index"] {
-            make_dir(&dir.join(sub))?;
-        }
+        checks::private(&dir)?;
+        let config = Config::load(&dir.join("config.toml"))?;
         let home = Home {
-            config: Config::load(&dir.join("config.toml"))?,
             dir,
+            site: None,
+            config,
         };
-        make_dir(&home.images_dir())?;
+        checks::apart(&home.dir, &home.images_dir())?;
+        for sub in ["work", "index"] {
+            make_dir(&home.dir.join(sub))?;
+        }
+        make_images_dir(&home.images_dir(), home.config.image_mode())?;
         Ok(home)
     }
 
@@ -100,6 +109,10 @@ impl Home {
         if !path.exists() {
             // First, because it determines where images go.
             make_dir(&dir)?;
+            checks::private(&dir)?;
+            if let Some(images) = &chosen.images {
+                checks::apart(&dir, &std::path::absolute(images)?)?;
+            }
             drover_storage::atomic_replace(&path, Config::template(chosen)?.as_bytes())
                 .with_context(|| format!("cannot write {}", path.display()))?;
         }
@@ -142,11 +155,103 @@ impl Home {
         &self.dir
     }
 
+    /// The directory of the site: of a domain's home, the one that it is in.
+    fn site_dir(&self) -> &Path {
+        self.site.as_deref().unwrap_or(&self.dir)
+    }
+
+    /// The home of the site, if this is that of a domain.
+    pub fn of_site(&self) -> Option<Home> {
+        let dir = self.site.clone()?;
+        Some(Home {
+            dir,
+            site: None,
+            config: self.config.clone(),
+        })
+    }
+
+    /// The name of the domain that this is the home of.
+    pub fn domain_name(&self) -> &str {
+        let name = self.dir.file_name().and_then(|name| name.to_str());
+        name.filter(|_| self.site.is_some())
+            .unwrap_or(DEFAULT_DOMAIN)
+    }
+
+    /// The home of a domain of this site.
+    ///
+    /// # Errors
+    /// When there is no such domain.
+    pub fn domain(&self, name: &str) -> Result<Home> {
+        let home = self.domain_to_be(name)?;
+        if !home.dir.is_dir() {
+            return Err(Error::refused(format!(
+                "no domain is called {name:?}; `drover domains add {name}` makes one"
+            )));
+        }
+        Ok(home)
+    }
+
+    /// The home that a domain of this site has, or would have.
+    ///
+    /// # Errors
+    /// When a domain cannot have this name.
+    pub fn domain_to_be(&self, name: &str) -> Result<Home> {
+        if name == DEFAULT_DOMAIN {
+            return Ok(self.of_site().unwrap_or_else(|| self.clone()));
+        }
+        domain::check(name).map_err(Error::usage)?;
+        Ok(Home {
+            dir: self.domains_dir().join(name),
+            site: Some(self.site_dir().to_owned()),
+            config: self.config.clone(),
+        })
+    }
+
+    /// Creates the directories of a domain.
+    ///
+    /// # Errors
+    /// When the file system refuses.
+    pub fn make_domain(&self) -> Result<()> {
+        for dir in [
+            self.images_dir(),
+            self.work_dir(),
+            self.index_dir(),
+            self.dir.clone(),
+        ] {
+            make_dir(&dir)?;
+        }
+        Ok(())
+    }
+
+    /// The names of the domains of this site, sorted; without the default one.
+    ///
+    /// # Errors
+    /// When the directory cannot be read.
+    pub fn domains(&self) -> Result<Vec<String>> {
+        let dir = self.domains_dir();
+        let entries = match dir.read_dir() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.with_context(|| format!("cannot read {}", dir.display()))?,
+        };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let mut names: Vec<_> = names.filter(|name| domain::check(name).is_ok()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    fn domains_dir(&self) -> PathBuf {
+        self.site_dir().join("domains")
+    }
+
     /// Directory for delivered images.
     pub fn images_dir(&self) -> PathBuf {
-        match &self.config.images {
-            Some(dir) => self.dir.join(dir),
-            None => self.dir.join("images"),
+        match (&self.config.images, &self.site) {
+            (None, _) => self.dir.join("images"),
+            (Some(dir), None) => self.dir.join(dir),
+            (Some(dir), Some(site)) => {
+                let beside = site.join(dir).join(".drover-domains");
+                beside.join(self.domain_name())
+            }
         }
     }
 
@@ -191,7 +296,9 @@ impl Home {
     /// # Errors
     /// When it cannot be read or created. It is never replaced.
     pub fn identity(&self) -> Result<Identity> {
-        Ok(Identity::load_or_create(self.dir.join("identity.key"))?)
+        Ok(Identity::load_or_create(
+            self.site_dir().join("identity.key"),
+        )?)
     }
 
     /// The name this site announces to others: the configured name, else the host name.
@@ -286,19 +393,26 @@ pub(crate) fn make_dir(dir: &Path) -> Result<()> {
     if dir.is_dir() {
         return Ok(());
     }
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .with_context(|| format!("cannot create {}", dir.display()))
+    make_private_dir(dir).with_context(|| format!("cannot create {}", dir.display()))
+}
+
+/// Creates the directory for images, and its parents, for those who may read images of the permissions `image_mode`.
+fn make_images_dir(dir: &Path, image_mode: u32) -> Result<()> {
+    let missing: Vec<_> = dir.ancestors().take_while(|dir| !dir.exists()).collect();
+    make_dir(dir)?;
+    // Whoever may read a file must be able to list and enter its directory.
+    let readers = image_mode & 0o044;
+    let mode = 0o700 | readers | (readers >> 2);
+    for new in missing.into_iter().filter(|_| mode != 0o700) {
+        fs::set_permissions(new, Permissions::from_mode(mode))
+            .with_context(|| format!("cannot set the mode of {}", new.display()))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn the_data_directory_follows_xdg() {
@@ -332,6 +446,24 @@ mod tests {
     }
 
     #[test]
+    fn the_images_directory_is_open_to_those_who_may_read_images() {
+        let tmp = tempfile::tempdir().unwrap();
+        for (image_mode, wanted) in [
+            (0o600, 0o700),
+            (0o640, 0o750),
+            (0o660, 0o750),
+            (0o644, 0o755),
+        ] {
+            let top = tmp.path().join(format!("{image_mode:o}"));
+            make_images_dir(&top.join("images"), image_mode).unwrap();
+            for dir in [&top, &top.join("images")] {
+                let mode = fs::metadata(dir).unwrap().permissions().mode();
+                assert_eq!(mode & 0o777, wanted);
+            }
+        }
+    }
+
+    #[test]
     fn a_home_that_is_not_there_is_an_error_with_a_way_out() {
         let tmp = tempfile::tempdir().unwrap();
         let e = Home::existing(tmp.path().join("nowhere"))
@@ -348,15 +480,44 @@ mod tests {
     }
 
     #[test]
+    fn a_domain_is_a_home_with_the_identity_of_its_site() {
+        let tmp = tempfile::tempdir().unwrap();
+        let home = Home::create(tmp.path().into()).unwrap();
+        assert!(home.domain("acme").is_err(), "there is none yet");
+        for bad in ["..", "a/b", "", "Acme"] {
+            assert!(home.domain_to_be(bad).is_err(), "{bad}");
+        }
+        let acme = home.domain_to_be("acme").unwrap();
+        acme.make_domain().unwrap();
+        assert_eq!(home.domains().unwrap(), ["acme"]);
+        assert_eq!(home.domain("acme").unwrap().domain_name(), "acme");
+        assert_eq!(home.domain_name(), "default");
+        let keys = [&home, &acme].map(|home| home.identity().unwrap().key());
+        assert_eq!(keys[0], keys[1]);
+        assert!(!acme.dir().join("identity.key").exists());
+        assert_ne!(acme.images_dir(), home.images_dir());
+        assert_ne!(acme.socket(), home.socket());
+        assert_eq!(acme.reserve_path(), home.reserve_path());
+        assert_eq!(acme.of_site().unwrap().dir(), home.dir());
+        let _lock = home.lock().unwrap();
+        acme.lock().unwrap();
+    }
+
+    #[test]
     fn images_elsewhere_keep_their_work_beside_them() {
         let tmp = tempfile::tempdir().unwrap();
         fs::write(tmp.path().join("config.toml"), "images = \"/srv/vm\"\n").unwrap();
         let config = Config::load(&tmp.path().join("config.toml")).unwrap();
         let home = Home {
             dir: tmp.path().into(),
+            site: None,
             config,
         };
         assert_eq!(home.images_dir(), Path::new("/srv/vm"));
         assert_eq!(home.work_dir(), Path::new("/srv/vm/.drover-work"));
+        let acme = home.domain_to_be("acme").unwrap();
+        let images = Path::new("/srv/vm/.drover-domains/acme");
+        assert_eq!(acme.images_dir(), images);
+        assert_eq!(acme.work_dir(), images.join(".drover-work"));
     }
 }

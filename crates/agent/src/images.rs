@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::ImageName;
+use drover_image::named_files;
 use drover_net::Code;
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, Progress, RemoveImage, Verified, VerifyImage,
+    ImageInfo, IndexImage, ListImages, Progress, RemoveImage, ShareImage, Verified, VerifyImage,
 };
 
 use crate::changes;
@@ -18,7 +19,7 @@ use crate::mounts::refuse_written;
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::site;
-use crate::text::bytes;
+use crate::text::{bytes, some};
 
 /// Upper bound on the images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
@@ -112,6 +113,23 @@ pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -
     site.run(move |site| site.remove(&name).map(drop)).await
 }
 
+/// Lets a peer of the site that has an image, here or at a peer, replace it and write to it, or no longer.
+///
+/// # Errors
+/// When no site runs here, it cannot be reached, or it refuses.
+pub async fn share(home: &Home, at: Option<&str>, request: &ShareImage) -> Result<()> {
+    let call = match at {
+        Some(peer) => {
+            let peer = find_peer(&site::look_at_catalog(home)?, peer)?;
+            Call::peer(&home.identity()?, &peer).await?
+        }
+        None => Call::local(home)
+            .await?
+            .context("no site runs here: start it with `drover serve`")?,
+    };
+    call.ask(request, |()| {}).await
+}
+
 /// Reads an image and compares its digest, here or at a peer. `progress` is called with bytes done and the total.
 ///
 /// # Errors
@@ -167,13 +185,17 @@ impl Indexer {
         })
     }
 
-    /// Indexes the file at the absolute path `path`. `progress` is called with bytes done and the total.
+    /// Indexes the file at the absolute path `path`, which must not have symbolic links. An image outside the images
+    /// directory that is read from other files, too, is indexed only `with_parts`: whoever may read the image can then
+    /// read them. `progress` is called with bytes done and the total.
     ///
     /// # Errors
-    /// When the site cannot be reached or refuses, or the file is no image or cannot be read.
+    /// When the site cannot be reached or refuses, or the file is no image or cannot be read. [`Code::Unsupported`] when
+    /// the image has parts and they were not asked for.
     pub async fn index(
         &mut self,
         path: &Path,
+        with_parts: bool,
         mut progress: impl FnMut(u64, u64) + Send + 'static,
     ) -> Result<ImageRecord> {
         let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -188,6 +210,9 @@ impl Indexer {
             return Err(Error::usage(format!("cannot index {path}: {e}: rename it")));
         }
         refuse_written(&self.home, path)?;
+        if !with_parts {
+            self.refuse_parts(path)?;
+        }
         let call = match self.own {
             Some(_) => None,
             None => Call::local(&self.home).await?,
@@ -218,6 +243,22 @@ impl Indexer {
         };
         let record = self.catalog.by_name(&name)?;
         record.with_context(|| format!("{} was removed again while it was indexed", path.display()))
+    }
+
+    /// Refuses an image that is read from other files. In the images directory, those must be images of the site.
+    fn refuse_parts(&self, path: &Path) -> Result<()> {
+        let images = self.home.images_dir().canonicalize()?;
+        // A file that cannot be read is reported when it is indexed.
+        let names = named_files(path).unwrap_or_default();
+        if names.is_empty() || path.parent() == Some(&images) {
+            return Ok(());
+        }
+        let message = format!(
+            "cannot index {}: it is read from other files, too, which all who may read the image could then read: {}",
+            path.display(),
+            some(&names)
+        );
+        Err(Error::coded(Code::Unsupported, message))
     }
 
     /// Closes the site, if this process opened one.

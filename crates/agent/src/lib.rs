@@ -3,6 +3,7 @@
 //!
 //! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: opening the site in it.
 //! - [`serve`]: the process that others connect to; [`remote`]: requests to it, or to a peer.
+//! - [`domains`]: the parts of a site that do not see each other.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
 //!
@@ -25,6 +26,7 @@
 
 pub mod addresses;
 pub mod changes;
+pub mod domains;
 pub mod error;
 pub mod home;
 pub mod images;
@@ -33,7 +35,9 @@ pub mod mounts;
 mod notice;
 pub mod own;
 pub mod pairing;
+mod quota;
 pub mod remote;
+mod rights;
 pub mod serve;
 pub mod signals;
 pub mod site;

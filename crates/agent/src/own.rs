@@ -22,7 +22,7 @@ impl Own {
     /// When another process holds the home, or its files cannot be used.
     pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
         let lock = home.lock()?;
-        let site = site::open(home, catalog, &home.identity()?).await?;
+        let site = site::open(home, catalog, &home.identity()?, site::supplies(home)).await?;
         let own = Own { site, _lock: lock };
         crate::changes::recover_own(home, catalog, &own.site).await?;
         Ok(own)

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use drover_net::{ConnectOptions, PeerKey, Ticket, TicketError, connect_any};
 use drover_storage::atomic_replace;
-use drover_store::{Peer, SiteCatalog, peer_name};
+use drover_store::{Grant, Peer, SiteCatalog, peer_name};
 
 use crate::addresses;
 use crate::error::{Context, Error, Result};
@@ -29,18 +29,25 @@ pub struct NewTicket {
     pub site_runs: bool,
 }
 
-/// Makes a single-use ticket, valid for `lifetime`. It contains the addresses in `advertise`, or else the known ones.
+/// Makes a single-use ticket, valid for `lifetime`: its peer gets the grant, and the name unless it is empty. It contains the
+/// addresses in `advertise`, or else the known ones.
 ///
 /// # Errors
 /// When the catalog cannot be written, or no address is known.
-pub fn new_ticket(home: &Home, advertise: &[String], lifetime: Duration) -> Result<NewTicket> {
+pub fn new_ticket(
+    home: &Home,
+    advertise: &[String],
+    lifetime: Duration,
+    grant: &Grant,
+    name: &str,
+) -> Result<NewTicket> {
     let identity = home.identity()?;
     let mut room = CleanUp::of(home);
     let catalog = room.run(|| site::open_catalog(home))?;
     let addresses = addresses::for_ticket(home, &catalog, advertise)?;
     let ticket = Ticket::new(identity.key(), addresses);
     let now = now_unix();
-    room.run(|| Ok(catalog.add_ticket(&ticket.secret, now, lifetime)?))?;
+    room.run(|| Ok(catalog.add_ticket(&ticket.secret, grant, name, now, lifetime)?))?;
     let seconds = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
     Ok(NewTicket {
         ticket,
@@ -78,11 +85,12 @@ pub struct Paired {
     pub calls_itself: String,
 }
 
-/// Pairs with the site that made the ticket, under `name` or the name that it announces.
+/// Pairs with the site that made the ticket, under `name` or the name that it announces. That site may then do here what
+/// `can` says; without any right in it, what it could do before: nothing if it was not a peer.
 ///
 /// # Errors
 /// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
-pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Paired> {
+pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Grant) -> Result<Paired> {
     let ticket = ticket.trim().parse();
     let ticket: Ticket = ticket.map_err(|e: TicketError| Error::usage(e.to_string()))?;
     let identity = home.identity()?;
@@ -123,11 +131,17 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
         }
     };
     home.try_keep_reserve();
+    let known = catalog.peer_by_key(&ticket.key)?;
+    let grant = match known {
+        Some(known) if can.is_nothing() => known.grant,
+        _ => can,
+    };
     catalog.put_peer(&Peer {
         name: name.clone(),
         key: ticket.key,
         addresses: ticket.addresses,
         paired_unix: now_unix(),
+        grant,
     })?;
     Ok(Paired {
         name,
@@ -166,6 +180,7 @@ mod tests {
                 key: PeerKey([n as u8; 32]),
                 addresses: Vec::new(),
                 paired_unix: 0,
+                grant: Grant::default(),
             };
             catalog.put_peer(&peer).unwrap();
         }

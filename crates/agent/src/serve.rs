@@ -1,52 +1,65 @@
 //! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
 //! - `admission`: connection limits.
-//! - `conversation`: handles one connection, from handshake to close.
+//! - `conversation`: handles one connection, from handshake to close; `strangers`: log lines about unknown keys.
 //! - `server`: state shared by all connections; `services`: the table of services, which are `changes`,
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
+//! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
+//!   caller; `owners`: their Unix sockets; `manage`: services for them.
 //! - `jobs`: long-running requests, with progress.
 //! - `matchers`: the per-site state of a standalone teleporter.
+//! - `recovery`: finishes merges that a crash interrupted.
+//! - `trust`: the calls of peers, and the rights they were made by; `enforce`: ends what lives by a right that was taken
+//!   away.
 //! - `http`: the metrics endpoint.
 
 mod admission;
 mod changes;
 mod conversation;
+mod domains;
+mod enforce;
 mod http;
 mod images;
+mod in_domain;
 mod jobs;
 mod leases;
+mod manage;
 mod matchers;
 mod matching;
+mod owners;
 mod pairing;
+mod recovery;
 mod server;
 mod services;
 mod sessions;
 mod status;
+mod strangers;
 mod transfers;
+mod trust;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_net::{Identity, Listener, LocalListener, PeerKey, Ticket};
-use drover_store::{SiteCatalog, TICKET_LIFETIME};
-use drover_teleport::Site;
+use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey, Ticket};
+use drover_store::{Grant, SiteCatalog, TICKET_LIFETIME};
 use sd_notify::NotifyState;
-use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::addresses;
 use crate::error::{Context, Error, Result};
-use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
-use crate::mounts::{leased_on_disk, site_server, why_held};
+use crate::home::{CleanUp, Home, LOOK_EVERY};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::{clean, now_unix};
-use admission::Admission;
+use domains::{Domain, Domains};
 use matchers::Matchers;
+use owners::Owners;
+use recovery::Recovery;
 use server::{Duty, Server};
+use trust::Trust;
 
 pub use pairing::Pair;
 pub use status::{GetMetrics, GetStatus};
@@ -56,9 +69,6 @@ const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// Interval of the check for abandoned transfers.
 const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
-
-/// Upper bound on concurrent long jobs (verify, index).
-const MAX_JOBS: usize = 2;
 
 /// Listen addresses; unset ones come from the configuration.
 #[derive(Debug, Clone, Default)]
@@ -93,74 +103,18 @@ pub struct Ready {
 pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Result<()> {
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
-    let site = site::open(&home, &catalog, &identity).await?;
-    let devices = site_server(&home, &catalog)?;
-    hold_leased(&site, &devices, &home);
-    let recovery = recover_merges(&home, &identity, &site, &devices);
-    let duty = Duty::Site(site, devices);
-    let duty = (duty, Some(recovery));
-    run(home, lock, args, identity, catalog, duty, ready).await
-}
-
-/// Finishes merges of changes that a crash interrupted, in the background: their images cannot be mounted meanwhile.
-fn recover_merges(
-    home: &Home,
-    identity: &Identity,
-    site: &Arc<Site>,
-    devices: &Arc<drover_mount::server::Server>,
-) -> Recovery {
-    let here = crate::changes::Here {
-        site: Arc::clone(site),
-        server: Arc::clone(devices),
-        state: home.mounted_dir(),
-        key: identity.key(),
-    };
-    let stop = Arc::new(AtomicBool::new(false));
-    let cancelled = Arc::clone(&stop);
-    let thread = tokio::task::spawn_blocking(move || {
-        for line in crate::changes::recover(&here, &cancelled) {
-            tracing::info!("{line}");
-        }
-    });
-    Recovery { stop, thread }
-}
-
-/// The thread that finishes merges. It is cancelled when the site stops; the next start continues.
-struct Recovery {
-    stop: Arc<AtomicBool>,
-    thread: tokio::task::JoinHandle<()>,
-}
-
-impl Recovery {
-    /// Cancels the thread and waits for it to end.
-    async fn end(mut self) {
-        self.stop.store(true, Relaxed);
-        if tokio::time::timeout(STOP_LIMIT, &mut self.thread)
-            .await
-            .is_err()
-        {
-            tracing::warn!("an interrupted merge did not end within {STOP_LIMIT:?}");
-        }
-    }
-}
-
-impl Drop for Recovery {
-    fn drop(&mut self) {
-        self.stop.store(true, Relaxed);
-    }
-}
-
-/// Prevents images from being replaced or removed while they are mounted, or a mount can still push to them.
-fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>, home: &Home) {
-    let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
-    site.hold_by(Arc::new(move |name| {
-        // A delivery may outlive the server.
-        let leased = match devices.upgrade() {
-            Some(devices) => devices.leased(name),
-            None => leased_on_disk(&state, name),
-        };
-        why_held(name, leased)
-    }));
+    let supplies = site::supplies(&home);
+    let domain = Domain::open(
+        home.clone(),
+        lock,
+        Arc::clone(&catalog),
+        &identity,
+        supplies.clone(),
+    );
+    let domain = domain.await?;
+    let recovery = Recovery::begin(domain.here(identity.key()));
+    let duty = (Duty::Site(domain), Domains::new(supplies), Some(recovery));
+    run(home, args, identity, catalog, duty, ready).await
 }
 
 /// Runs a standalone teleporter until a signal stops it.
@@ -168,11 +122,12 @@ fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>, ho
 /// # Errors
 /// As [`serve`].
 pub async fn teleporter(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Result<()> {
-    let lock = home.lock()?;
+    let _lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
     let matchers = Matchers::new(home.index_dir());
-    let duty = (Duty::Teleporter(matchers), None);
-    run(home, lock, args, identity, catalog, duty, ready).await
+    let domains = Domains::new(site::supplies(&home));
+    let duty = (Duty::Teleporter(matchers), domains, None);
+    run(home, args, identity, catalog, duty, ready).await
 }
 
 fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
@@ -186,11 +141,10 @@ fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
 
 async fn run(
     home: Home,
-    _lock: HomeLock,
     args: Listen,
     identity: Identity,
     catalog: Arc<SiteCatalog>,
-    (duty, recovery): (Duty, Option<Recovery>),
+    (duty, domains, recovery): (Duty, Domains, Option<Recovery>),
     ready: impl FnOnce(&Ready),
 ) -> Result<()> {
     let stop = Stop::on_signals()?;
@@ -211,14 +165,19 @@ async fn run(
         None => None,
     };
 
+    let owners = Owners::new();
     let server = Arc::new(Server {
         name: home.name(),
         identity,
         catalog,
         duty,
         metrics: Arc::default(),
-        admission: Admission::default(),
-        jobs: Arc::new(Semaphore::new(MAX_JOBS)),
+        places: admission::places(),
+        strangers: strangers::StrangerLog::default(),
+        trust: Trust::default(),
+        domains,
+        sockets: owners.sockets(),
+        jobs: jobs::places(),
         addresses,
         started_unix: now_unix(),
         stop: stop.watch(),
@@ -229,8 +188,13 @@ async fn run(
     }
     tokio::spawn(keep_reserve(Arc::clone(&server)));
     tokio::spawn(expire_transfers(Arc::clone(&server)));
+    tokio::spawn(enforce::enforce(Arc::clone(&server)));
+    for name in server.home.domains()? {
+        server.sockets.listen(&server.home.domain(&name)?)?;
+    }
+    tokio::spawn(count_strangers(Arc::clone(&server)));
     announce(&server, listener.local_addr(), ready)?;
-    let talks = accept(&server, &listener, &local).await?;
+    let talks = accept(&server, &listener, &local, owners).await?;
     drop((listener, local));
     finish(&server, talks, recovery).await
 }
@@ -247,12 +211,25 @@ async fn keep_reserve(server: Arc<Server>) {
         let home = server.home.clone();
         // The panic was logged; continue with the next round.
         let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
+        server.domains.tidy().await;
+    }
+}
+
+/// Writes how many connections of unknown keys had no log line of their own.
+async fn count_strangers(server: Arc<Server>) {
+    let mut stop = server.stop.clone();
+    let mut looks = tokio::time::interval(strangers::PERIOD / 4);
+    loop {
+        tokio::select! {
+            () = stopped(&mut stop) => return,
+            _ = looks.tick() => server.strangers.write_counts(),
+        }
     }
 }
 
 /// Removes abandoned transfers.
 async fn expire_transfers(server: Arc<Server>) {
-    let (Duty::Site(site, _), Some(after)) = (&server.duty, server.home.config.keep_unfinished())
+    let (Duty::Site(default), Some(after)) = (&server.duty, server.home.config.keep_unfinished())
     else {
         return;
     };
@@ -263,19 +240,21 @@ async fn expire_transfers(server: Arc<Server>) {
             () = stopped(&mut stop) => return,
             _ = looks.tick() => {}
         }
-        let site = Arc::clone(site);
-        let expired = tokio::task::spawn_blocking(move || site.expire_transfers(after)).await;
-        match expired {
-            Ok(Ok(expired)) => expired.iter().for_each(|t| {
-                tracing::info!(
-                    image = t.name,
-                    peer = t.peer,
-                    "removed an unfinished transfer: nothing was received for too long"
-                );
-            }),
-            Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
-            // The panic was logged; continue with the next round.
-            Err(_) => {}
+        let open = server.domains.open().into_iter().map(|(_, domain)| domain);
+        for domain in std::iter::once(Arc::clone(default)).chain(open) {
+            let expire = move || domain.site.expire_transfers(after);
+            match tokio::task::spawn_blocking(expire).await {
+                Ok(Ok(expired)) => expired.iter().for_each(|t| {
+                    tracing::info!(
+                        image = t.name,
+                        peer = t.peer,
+                        "removed an unfinished transfer: nothing was received for too long"
+                    );
+                }),
+                Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
+                // The panic was logged; continue with the next round.
+                Err(_) => {}
+            }
         }
     }
 }
@@ -298,9 +277,14 @@ fn raise_file_limit() {
 /// Announces that the site is ready.
 fn announce(server: &Server, listening: SocketAddr, ready: impl FnOnce(&Ready)) -> Result<()> {
     let ticket = Ticket::new(server.identity.key(), server.addresses.iter().cloned());
+    let grant = match server.duty {
+        Duty::Site(_) => Grant::default(),
+        Duty::Teleporter(_) => Grant::matching(),
+    };
+    let (secret, now) = (&ticket.secret, now_unix());
     server
         .catalog
-        .add_ticket(&ticket.secret, now_unix(), TICKET_LIFETIME)?;
+        .add_ticket(secret, &grant, "", now, TICKET_LIFETIME)?;
     ready(&Ready {
         duty: server.duty.name(),
         name: server.name.clone(),
@@ -318,6 +302,7 @@ async fn accept(
     server: &Arc<Server>,
     listener: &Listener,
     local: &LocalListener,
+    mut owners: Owners,
 ) -> Result<JoinSet<()>> {
     let mut stop = server.stop.clone();
     let services = Arc::new(services::of(server));
@@ -328,20 +313,17 @@ async fn accept(
             pending = listener.accept() => {
                 let pending = pending?;
                 server.metrics.connections.fetch_add(1, Relaxed);
-                match server.admission.enter(pending.remote().ip()) {
-                    Some((place, stranger)) => {
-                        let (server, services) = (Arc::clone(server), Arc::clone(&services));
-                        talks.spawn(conversation::with_peer(server, services, pending, place, stranger));
-                    }
-                    None => {
-                        server.metrics.rejected_limit.fetch_add(1, Relaxed);
-                        tracing::warn!(remote = %pending.remote(), "too many connections; rejected one");
-                    }
-                }
+                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                talks.spawn(conversation::with_peer(server, services, pending));
             }
             caller = local.accept() => {
                 let (server, services) = (Arc::clone(server), Arc::clone(&services));
-                talks.spawn(conversation::with_owner(server, services, caller?));
+                let domain = DEFAULT_DOMAIN.to_owned();
+                talks.spawn(conversation::with_owner(server, services, caller?, domain));
+            }
+            (caller, domain) = owners.accept() => {
+                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                talks.spawn(conversation::with_owner(server, services, caller, domain));
             }
             // Reap finished connections.
             Some(ended) = talks.join_next() => {
@@ -361,7 +343,7 @@ async fn finish(
 ) -> Result<()> {
     notify(&[NotifyState::Stopping]);
     if let Some(recovery) = &recovery {
-        recovery.stop.store(true, Relaxed);
+        recovery.cancel();
     }
     tracing::info!(
         "stopping: {} open",
@@ -375,17 +357,11 @@ async fn finish(
     if let Some(recovery) = recovery {
         recovery.end().await;
     }
-    if let Duty::Site(site, _) = &server.duty {
-        let site = Arc::clone(site);
-        let closed = tokio::task::spawn_blocking(move || site.close()).await;
-        match closed.context("closing the site")? {
-            Err(e) if e.is_full() => {
-                tracing::warn!("the matcher's caches are rebuilt at the next start: {e}");
-            }
-            closed => closed?,
-        }
+    server.domains.close().await;
+    match &server.duty {
+        Duty::Site(domain) => domain.close().await.context("closing the site"),
+        Duty::Teleporter(_) => Ok(()),
     }
-    Ok(())
 }
 
 /// Notifies systemd, if it started this process.

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use drover_net::Identity;
+use drover_net::{Identity, Right, Rights};
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
-use drover_store::{Catalog, SiteCatalog};
-use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig};
+use drover_store::{Catalog, Grant, Peer, SiteCatalog};
+use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig, Supplies};
 
 use crate::error::{Context, Result};
 use crate::home::Home;
@@ -24,9 +24,35 @@ const MAX_SESSIONS: usize = 16;
 /// # Errors
 /// When it cannot be used.
 pub fn open_catalog(home: &Home) -> Result<SiteCatalog> {
-    let (catalog, repairs) = SiteCatalog::open(home.dir())?;
+    let former = |peer: Option<&Peer>| former_grant(home, peer);
+    let (catalog, repairs) = SiteCatalog::open_with(home.dir(), &former)?;
     tell(&repairs);
     Ok(catalog)
+}
+
+/// What a peer of a catalog without rights may do from now on, or, without a peer, one that redeems a ticket of it: what
+/// it has done so far, except that a teleporter is sent digests only and a standalone one serves nothing else.
+fn former_grant(home: &Home, peer: Option<&Peer>) -> Grant {
+    let teleporter = home.config.teleporter.as_deref();
+    if teleporter.is_some() && peer.map(|p| &*p.name) == teleporter {
+        return Grant::matching();
+    }
+    let index = home.index_dir();
+    // A teleporter has one directory for each site, a site has maps.
+    let matched = std::fs::read_dir(&index).is_ok_and(|entries| {
+        let mut names = entries.flatten().map(|entry| entry.file_name());
+        names.any(|name| name.as_encoded_bytes().starts_with(b"for-"))
+    });
+    match (matched, index.join("maps").exists()) {
+        (true, false) => Grant::matching(),
+        (true, true) => Grant::of(Rights::of(&[
+            Right::Send,
+            Right::Read,
+            Right::Write,
+            Right::Match,
+        ])),
+        (false, _) => Grant::default(),
+    }
 }
 
 /// Opens the catalog of a home for a read-only command; works even if the disk is too full to open it normally.
@@ -35,10 +61,13 @@ pub fn open_catalog(home: &Home) -> Result<SiteCatalog> {
 /// When it cannot be read.
 pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
     match open_catalog(home) {
-        Err(e) if home.is_full() => match SiteCatalog::open_on_full_disk(home.dir()) {
-            Ok(Some(catalog)) => Ok(catalog),
-            _ => Err(e),
-        },
+        Err(e) if home.is_full() => {
+            let former = |peer: Option<&Peer>| former_grant(home, peer);
+            match SiteCatalog::open_on_full_disk(home.dir(), &former) {
+                Ok(Some(catalog)) => Ok(catalog),
+                _ => Err(e),
+            }
+        }
         opened => opened,
     }
 }
@@ -51,12 +80,19 @@ pub async fn open(
     home: &Home,
     catalog: &Arc<SiteCatalog>,
     identity: &Identity,
+    supplies: Supplies,
 ) -> Result<Arc<Site>> {
     let teleporter = match &home.config.teleporter {
         None => None,
         Some(name) => {
-            let peer = find_peer(catalog, name).context("the teleporter of config.toml")?;
+            // A domain has no peers of its own.
+            let peers = match home.of_site() {
+                Some(site) => Arc::new(open_catalog(&site)?),
+                None => Arc::clone(catalog),
+            };
+            let peer = find_peer(&peers, name).context("the teleporter of config.toml")?;
             Some(RemoteTeleporter {
+                domain: home.domain_name().to_owned(),
                 identity: identity.clone(),
                 key: peer.key,
                 addresses: peer.addresses,
@@ -68,9 +104,10 @@ pub async fn open(
         work_dir: home.work_dir(),
         state_dir: home.index_dir(),
         teleporter,
-        reserve_bytes: home.config.reserve.unwrap_or(RESERVE_BYTES),
-        max_sessions: home.config.max_sessions.unwrap_or(MAX_SESSIONS),
+        reserve_bytes: reserve_bytes(home),
+        supplies,
         sequence_data_bytes: home.config.sequence_data.unwrap_or(SEQUENCE_DATA_BYTES),
+        image_mode: home.config.image_mode(),
         disk: Arc::new(drover_storage::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
@@ -85,9 +122,60 @@ pub async fn open(
     Ok(site)
 }
 
+/// What the sessions of all domains of a site take from.
+pub fn supplies(home: &Home) -> Supplies {
+    Supplies::new(home.config.max_sessions.unwrap_or(MAX_SESSIONS))
+}
+
+/// Bytes of the disks that are kept free.
+pub fn reserve_bytes(home: &Home) -> u64 {
+    home.config.reserve.unwrap_or(RESERVE_BYTES)
+}
+
 /// Reports repairs to the user.
 pub fn tell(repairs: &[String]) {
     for repair in repairs {
         crate::notice::notice(&format!("repaired: {}", clean(repair)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use drover_net::PeerKey;
+
+    use super::*;
+
+    #[test]
+    fn peers_from_before_rights_keep_what_they_did() {
+        let tmp = tempfile::tempdir().unwrap();
+        let mut home = Home::create(tmp.path().into()).unwrap();
+        home.config.teleporter = Some("matcher".into());
+        let peer = |name: &str| Peer {
+            name: name.into(),
+            key: PeerKey([1; 32]),
+            addresses: Vec::new(),
+            paired_unix: 0,
+            grant: Grant::default(),
+        };
+        let given = |home: &Home, name: Option<&str>| {
+            let peer = name.map(peer);
+            former_grant(home, peer.as_ref()).rights.to_string()
+        };
+        let site = |home: &Home| {
+            assert_eq!(given(home, Some("matcher")), "match");
+            [given(home, Some("lyon")), given(home, None)]
+        };
+        assert_eq!(site(&home), ["send,read,write"; 2], "it never ran");
+        let index = home.index_dir();
+        fs::create_dir(index.join("maps")).unwrap();
+        assert_eq!(site(&home), ["send,read,write"; 2]);
+        fs::create_dir(index.join(format!("for-{}", PeerKey([2; 32])))).unwrap();
+        assert_eq!(site(&home), ["send,read,write,match"; 2], "it was both");
+        fs::remove_dir(index.join("maps")).unwrap();
+        assert_eq!(site(&home), ["match"; 2]);
+        home.config.teleporter = None;
+        assert_eq!(given(&home, None), "match");
     }
 }

@@ -6,6 +6,9 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use drover_teleport::{Effort, MAX_LEVEL};
 
+/// Most names in a message.
+const MAX_SHOWN: usize = 8;
+
 /// Sanitizes untrusted text for a terminal: escapes control characters, and the marks that reorder or hide text.
 pub fn clean(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
@@ -158,6 +161,17 @@ pub fn moment(unix: i64) -> String {
 /// The current time in seconds since 1970.
 pub fn now_unix() -> i64 {
     jiff::Timestamp::now().as_second()
+}
+
+/// Untrusted names for a message, the first few of many.
+pub fn some(names: &[String]) -> String {
+    let shown = &names[..names.len().min(MAX_SHOWN)];
+    let more = names.len() - shown.len();
+    let text = clean(&shown.join(", "));
+    match more {
+        0 => text,
+        more => format!("{text} and {more} more"),
+    }
 }
 
 /// `1 image`, `2 images`.

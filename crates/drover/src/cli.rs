@@ -12,18 +12,23 @@ use drover_core::ImageName;
 use drover_store::peer_name;
 
 mod changes;
+mod domains;
 mod mounts;
+mod peers;
 mod space;
 mod transfers;
 mod values;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
+pub use domains::{DomainsAction, DomainsArgs};
 pub use mounts::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
     UnmountArgs,
 };
+pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
+pub use values::DomainArg;
 pub use values::Format;
 use values::image_name;
 
@@ -92,9 +97,11 @@ pub enum Command {
     Index(IndexArgs),
     Verify(VerifyArgs),
     Rm(RmArgs),
+    Share(ShareArgs),
     Status(StatusArgs),
     Teleporter(TeleporterArgs),
     Peers(PeersArgs),
+    Domains(DomainsArgs),
     Digest(DigestArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -173,7 +180,8 @@ pub struct ServeArgs {
 /// Run a teleporter, a host that finds matching blocks for other sites
 ///
 /// It keeps block digests, never image data, in a site directory of its own. A site uses it when its config.toml says
-/// `teleporter = "NAME"`, NAME being a paired peer.
+/// `teleporter = "NAME"`, NAME being a paired peer. The ticket that it prints gives the right match only;
+/// `drover ticket --can match` makes another.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -185,61 +193,11 @@ pub struct TeleporterArgs {
     pub listen: ListenArgs,
 }
 
-/// Print a one-time ticket for another site to pair with this one
-///
-/// Works whether or not the site is running. Treat a ticket like a password: the first site to use it is trusted. It is not
-/// printed to a file that other users can read.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  drover ticket
-  drover ticket --out lyon.ticket              in a file that only you can read
-  drover ticket --expires 10m --advertise lyon.example.net:7377
-  ssh lyon drover ticket | drover pair - --name lyon")]
-pub struct TicketArgs {
-    /// Time until the ticket expires
-    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "24h")]
-    pub expires: Duration,
-    /// Address to put into the ticket instead of those the site listens on; repeatable
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = addresses::check)]
-    pub advertise: Vec<String>,
-    /// Write the ticket to FILE, which only this user can read (mode 0600)
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "json")]
-    pub out: Option<PathBuf>,
-    /// Replace FILE if it exists
-    #[arg(long, requires = "out")]
-    pub force: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Pair with another site: each side trusts the other's key
-///
-/// A peer may list and verify all images, send images (also replacing one of the same name), mount any image, also for
-/// writing, and remove its own unfinished transfers.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  drover pair --name lyon                      asks for the ticket
-  drover pair - --name lyon < lyon.ticket
-  ssh lyon drover ticket | drover pair - --name lyon")]
-pub struct PairArgs {
-    /// Ticket printed by `drover serve` or `drover ticket` at the other site, or - to read it from stdin, which at a terminal
-    /// asks for it [default: -]. Prefer stdin: every user of this host can read the arguments of a running command
-    pub ticket: Option<String>,
-    /// Local name for the peer [default: the name it proposes]
-    #[arg(long, value_parser = peer_name::check)]
-    pub name: Option<String>,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-}
-
 /// Send images to a peer
 ///
 /// An image is a file or a block device. The delivered file is byte for byte the local one unless --to converts it. An existing image of the same name is
-/// replaced atomically at the end. An interrupted transfer resumes when the same command is run again.
+/// replaced atomically at the end. An interrupted transfer resumes when the same command is run again. An image that needs other files, such as a backing
+/// file, is sent only with --with-parts or --opaque.
 #[derive(Debug, Args)]
 #[command(
     override_usage = "drover send [OPTIONS] <IMAGE>... <PEER>",
@@ -251,6 +209,7 @@ Examples:
   drover send web.qcow2 lyon --compress 9
   drover send big.vhdx lyon --dry-run
   drover send old.vmdk lyon --to qcow2 --as old.qcow2
+  drover send overlay.qcow2 lyon --with-parts
 
 Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520."
 )]
@@ -271,6 +230,11 @@ pub struct SendArgs {
     /// Send the bytes of the file in order, without interpreting the format; for a damaged or unknown format
     #[arg(long)]
     pub opaque: bool,
+    /// Send also the other files that the images need: extents, external data files, backing files. They are listed
+    ///
+    /// Each must be in the directory of the image that names it or below, and be an image, or a flat part of the size that its image says. With --to they are read, not sent.
+    #[arg(long, conflicts_with = "opaque")]
+    pub with_parts: bool,
     /// Estimate the bytes to transfer without sending data
     #[arg(long)]
     pub dry_run: bool,
@@ -301,10 +265,13 @@ Examples:
   drover images lyon --json")]
 pub struct ImagesArgs {
     /// Name of a peer [default: this site]
+    #[arg(conflicts_with = "domain")]
     pub peer: Option<String>,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// Use existing local image files as a source of blocks
@@ -320,9 +287,14 @@ pub struct IndexArgs {
     /// Image files, or directories whose files are indexed (not recursive)
     #[arg(required = true, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub paths: Vec<PathBuf>,
+    /// Index also images that are read from other files, such as backing files, and list those: who may read the image can read them
+    #[arg(long)]
+    pub with_parts: bool,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// Verify an image against the digest recorded when it was received or indexed
@@ -338,10 +310,40 @@ pub struct VerifyArgs {
     #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
     /// Peer that has the image [default: this site]
+    #[arg(conflicts_with = "domain")]
     pub peer: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
+}
+
+/// Let another peer replace an image and write to it
+///
+/// An image belongs to the peer that sent it: others of its domain can read it, and neither replace it nor mount it for writing. Its
+/// owner shares it here with the site's name for the other peer; the site's own user can share every image.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover share lyon:web.img --with nice         an image that this site sent to lyon
+  drover share web.img --with nice              at lyon
+  drover share lyon:web.img --with nice --stop")]
+pub struct ShareArgs {
+    /// Name of the image, at PEER or here
+    #[arg(value_name = "[PEER:]IMAGE")]
+    pub image: String,
+    /// The other peer, by its name at the site that has the image
+    #[arg(long, value_name = "PEER")]
+    pub with: String,
+    /// No longer share it; a write lease that the other peer holds is broken
+    #[arg(long)]
+    pub stop: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// Remove an image from this site
@@ -366,6 +368,8 @@ pub struct RmArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// Show the status of the running site
@@ -384,55 +388,6 @@ pub struct StatusArgs {
     /// Print Prometheus metrics
     #[arg(long)]
     pub metrics: bool,
-}
-
-/// List peers, or stop trusting one
-#[derive(Debug, Args)]
-#[command(
-    args_conflicts_with_subcommands = true,
-    after_help = "\
-Examples:
-  drover peers
-  drover peers --json
-  drover peers forget lyon"
-)]
-pub struct PeersArgs {
-    #[command(subcommand)]
-    pub action: Option<PeersAction>,
-    /// Print one JSON object per line
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// The commands of `peers`.
-#[derive(Debug, Subcommand)]
-pub enum PeersAction {
-    /// List peers
-    #[command(after_help = "\
-Examples:
-  drover peers list
-  drover peers list --json")]
-    List {
-        /// Print one JSON object per line
-        #[arg(long)]
-        json: bool,
-    },
-    /// Stop trusting a peer, until it pairs again
-    #[command(after_help = "\
-Examples:
-  drover peers forget lyon
-  drover peers forget lyon --yes      in a script")]
-    Forget {
-        /// Name of the peer
-        #[arg(value_name = "PEER")]
-        name: String,
-        /// Do not ask for confirmation
-        #[arg(short, long)]
-        yes: bool,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
-    },
 }
 
 /// Print the digest of image files, as shown by `send` and `images`

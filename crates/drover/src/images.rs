@@ -8,15 +8,17 @@ use drover_agent::home::{CleanUp, Home};
 use drover_agent::images::{Indexer, changed_bytes, info, list_of_peer, removal, remove, written};
 use drover_agent::text::{bytes, clean, moment};
 use drover_agent::{changes, images, mounts, site};
-use drover_core::Digest;
+use drover_core::{Digest, ImageName};
+use drover_image::{VirtualDisk, named_files};
+use drover_net::Code;
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::digest_file;
-use drover_teleport::services::Verified;
+use drover_teleport::services::{ShareImage, Verified};
 use serde_json::json;
 
 use crate::bar::Bar;
-use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
-use crate::failure::{no_image, usage};
+use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, ShareArgs, VerifyArgs};
+use crate::failure::{hint, no_image, usage};
 use crate::{out, prompt};
 
 /// Most files that one `index` command takes from directories.
@@ -95,6 +97,35 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         heading.push("changes");
     }
     out::line(&out::table(&heading, rows, &[2, 3, 7]))
+}
+
+/// Shares an image with a peer, or no longer.
+///
+/// # Errors
+/// When the site that has it cannot be reached, or refuses.
+pub async fn share(home: &Home, args: ShareArgs) -> Result<()> {
+    let (at, name) = match args.image.split_once(':') {
+        Some((peer, name)) => (Some(peer), name),
+        None => (None, args.image.as_str()),
+    };
+    let home = match at {
+        Some(_) => home.clone(),
+        None => home.domain(&args.of.domain)?,
+    };
+    let request = ShareImage {
+        name: ImageName::new(name).map_err(|e| usage(e.to_string()))?,
+        with: args.with,
+        share: !args.stop,
+    };
+    images::share(&home, at, &request).await?;
+    let ShareImage { name, with, share } = request;
+    if args.json {
+        return out::json(&json!({"name": name.as_str(), "with": with, "shared": share}));
+    }
+    out::line(&match share {
+        true => format!("{with} may replace {name} and write to it"),
+        false => format!("{name} is no longer shared with {with}"),
+    })
 }
 
 /// Verifies an image, here or at a peer.
@@ -213,12 +244,12 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
 ///
 /// # Errors
 /// When one cannot be indexed; those before it stay indexed.
-pub async fn index(home: PathBuf, args: IndexArgs) -> Result<()> {
+pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> Result<()> {
     let files = files_of(&args.paths)?;
     if files.is_empty() {
         return Err(usage("no files to index: the directories are empty"));
     }
-    let mut indexer = Indexer::new(&Home::create(home)?)?;
+    let mut indexer = Indexer::new(&home(&args.of.domain)?)?;
     for path in files {
         let bar = Bar::new(
             &path.file_name().unwrap_or_default().to_string_lossy(),
@@ -226,18 +257,35 @@ pub async fn index(home: PathBuf, args: IndexArgs) -> Result<()> {
         );
         let shown = bar.clone();
         let progress = move |done, total| shown.at(done, total);
-        let record = indexer.index(&path, progress).await?;
+        let record = indexer.index(&path, args.with_parts, progress).await;
         bar.clear();
-        report_indexed(&record, &path, args.json)?;
+        let option = "--with-parts indexes it nevertheless";
+        let record = record.map_err(|e| hint(e, Code::Unsupported, option))?;
+        let parts = match args.with_parts {
+            true => read_from(&path)?,
+            false => Vec::new(),
+        };
+        report_indexed(&record, &path, &parts, args.json)?;
     }
     Ok(indexer.close().await?)
 }
 
-fn report_indexed(record: &ImageRecord, path: &Path, json: bool) -> Result<()> {
+/// The other files that an image is read from.
+fn read_from(path: &Path) -> Result<Vec<PathBuf>> {
+    if named_files(path)?.is_empty() {
+        return Ok(Vec::new());
+    }
+    let disk = VirtualDisk::open(path)?;
+    let files = disk.stamps().iter().skip(1);
+    Ok(files.map(|(path, _)| path.clone()).collect())
+}
+
+fn report_indexed(record: &ImageRecord, path: &Path, parts: &[PathBuf], json: bool) -> Result<()> {
     if json {
         return out::json(&json!({
             "name": record.name.as_str(), "path": record.path, "format": record.format,
             "digest": record.digest.to_string(), "size_bytes": record.size_bytes, "data_bytes": record.data_bytes,
+            "parts": parts,
         }));
     }
     out::line(&format!(
@@ -245,7 +293,11 @@ fn report_indexed(record: &ImageRecord, path: &Path, json: bool) -> Result<()> {
         path.display(),
         record.name,
         bytes(record.data_bytes)
-    ))
+    ))?;
+    for part in parts {
+        out::line(&clean(&format!("  is read from {}, too", part.display())))?;
+    }
+    Ok(())
 }
 
 /// The absolute paths of the files in `paths`, with directories replaced by the files in them, sorted.

@@ -6,17 +6,20 @@
 mod bar;
 mod changes;
 mod cli;
+mod domains;
 mod failure;
 mod generate;
 mod images;
 mod mounts;
 mod out;
+mod peers;
 mod prompt;
 mod send;
 mod serve;
 mod setup;
 mod space;
 mod status;
+mod tickets;
 mod transfers;
 
 use std::process::ExitCode;
@@ -25,7 +28,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
-use cli::{Cli, Command};
+use cli::{Cli, Command, DomainArg, TicketArgs};
 use drover_agent::error::{Kind, kind_of};
 use drover_agent::home::Home;
 
@@ -90,12 +93,19 @@ fn run(cli: Cli) -> Result<()> {
     let dir = || Home::locate(cli.home.as_deref());
     let create = || Home::create(dir()?);
     let existing = || Home::existing(dir()?);
+    let of = |domain: &DomainArg| -> Result<Home> { Ok(existing()?.domain(&domain.domain)?) };
     match cli.command {
         Command::Init(args) => setup::init(dir()?, args),
         Command::Serve(args) => wait(serve::serve(create()?, args.listen)),
         Command::Teleporter(args) => wait(serve::teleporter(create()?, args.listen)),
-        Command::Ticket(args) => setup::ticket(&create()?, args),
-        Command::Pair(args) => wait(setup::pair(&create()?, args)),
+        Command::Ticket(args) if args.list => tickets::list(&existing()?, args.json),
+        Command::Ticket(TicketArgs {
+            revoke: Some(id),
+            json,
+            ..
+        }) => tickets::revoke(&existing()?, &id, json),
+        Command::Ticket(args) => tickets::ticket(&create()?, args),
+        Command::Pair(args) => wait(peers::pair(&create()?, args)),
         Command::Send(args) => wait(send::send(&existing()?, args)),
         Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
         Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
@@ -106,15 +116,17 @@ fn run(cli: Cli) -> Result<()> {
         Command::MountDaemon { name } => {
             wait(drover_agent::mounts::run_daemon(&existing()?, &name))
         }
-        Command::Space(args) => space::space(&existing()?, &args),
-        Command::Changes(args) => wait(changes::changes(&existing()?, args)),
-        Command::Images(args) => wait(images::images(&existing()?, args)),
-        Command::Transfers(args) => wait(transfers::transfers(&existing()?, args)),
-        Command::Index(args) => wait(images::index(dir()?, args)),
-        Command::Verify(args) => wait(images::verify(&existing()?, args)),
-        Command::Rm(args) => wait(images::rm(&existing()?, args)),
+        Command::Space(args) => space::space(&of(&args.of)?, &args),
+        Command::Changes(args) => wait(changes::changes(&of(&args.of)?, args)),
+        Command::Images(args) => wait(images::images(&of(&args.of)?, args)),
+        Command::Transfers(args) => wait(transfers::transfers(&of(&args.of)?, args)),
+        Command::Index(args) => wait(images::index(|dir| Ok(create()?.domain(dir)?), args)),
+        Command::Verify(args) => wait(images::verify(&of(&args.of)?, args)),
+        Command::Rm(args) => wait(images::rm(&of(&args.of)?, args)),
+        Command::Share(args) => wait(images::share(&existing()?, args)),
         Command::Status(args) => wait(status::status(&existing()?, args)),
-        Command::Peers(args) => setup::peers(&existing()?, args),
+        Command::Peers(args) => peers::peers(&existing()?, args),
+        Command::Domains(args) => wait(domains::domains(&existing()?, args)),
         Command::Digest(args) => images::digest(args),
         Command::Completions(args) => generate::completions(&args),
         Command::Man(args) => generate::man(&args),

@@ -14,7 +14,7 @@ use drover_agent::signals::Stop;
 use drover_agent::site;
 use drover_net::RateLimit;
 use drover_teleport::SendOptions;
-use drover_teleport::progress::{Counters, WireTotals};
+use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 
 use crate::cli::SendArgs;
 use crate::failure;
@@ -40,7 +40,8 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         refuse_written(home, &item.path)?;
     }
     let stop = Stop::on_signals()?;
-    let items = tokio::task::spawn_blocking(move || items::with_companions(items)).await??;
+    let asked = args.with_parts;
+    let sent = tokio::task::spawn_blocking(move || items::with_parts(items, asked)).await??;
     let limit = args
         .limit
         .or(home.config.limit)
@@ -65,11 +66,14 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         Arc::clone(&counters),
         Arc::clone(&wire),
     ));
+    for (path, text) in sent.notes {
+        show.event(SendEvent::Note { path, text });
+    }
     let events = {
         let show = Arc::clone(&show);
         Arc::new(move |event| show.event(event))
     };
-    let sending = drover_teleport::send(items, options, events, counters, wire, stop.watch());
+    let sending = drover_teleport::send(sent.items, options, events, counters, wire, stop.watch());
     tokio::pin!(sending);
     let mut samples = tokio::time::interval(SAMPLE_EVERY);
     let sent = loop {

@@ -15,17 +15,6 @@ use crate::limits::GRAIN_CACHE_BYTES;
 use crate::mapping::{Mapping, Packed, Target};
 use crate::{Format, ImageError, Stamp};
 
-/// How far file names in an image are followed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Trust {
-    /// Only to files in the image's own directory and below it.
-    #[default]
-    Beside,
-    /// Backing files may be anywhere on this machine, as in QEMU. For images whose author may read every file that the
-    /// user may.
-    Anywhere,
-}
-
 /// A file with data of the disk.
 struct Medium {
     content: Arc<dyn ReadAt>,
@@ -116,6 +105,7 @@ impl VirtualDisk {
             disk: self,
             at: range.start,
             end: range.end.min(self.size),
+            lookups: u64::MAX,
         }
     }
 
@@ -242,6 +232,18 @@ pub struct Extents<'a> {
     at: u64,
     /// At most the disk's size.
     end: u64,
+    /// Lookups that are left.
+    lookups: u64,
+}
+
+impl Extents<'_> {
+    /// Ends early, so that it makes about this many lookups in tables at most (at least one); each file of a chain has
+    /// its own. What the next lookups would add to the last extent is missing from it.
+    #[must_use]
+    pub fn at_most(mut self, lookups: u64) -> Self {
+        self.lookups = lookups.max(1);
+        self
+    }
 }
 
 impl Iterator for Extents<'_> {
@@ -250,7 +252,8 @@ impl Iterator for Extents<'_> {
     fn next(&mut self) -> Option<Self::Item> {
         let offset = self.at;
         let mut kind = None;
-        while self.at < self.end {
+        while self.at < self.end && self.lookups > 0 {
+            self.lookups = self.lookups.saturating_sub(self.disk.layers.len() as u64);
             let (len, place) = match self.disk.resolve(self.at) {
                 Ok(run) => run,
                 Err(e) => {

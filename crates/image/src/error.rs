@@ -45,6 +45,14 @@ pub enum ImageError {
         /// The name as stored in the image.
         name: String,
     },
+    /// A file named in the image is not opened.
+    #[error("the image names the file {name:?}, which {why}; it is not followed")]
+    NotFollowed {
+        /// The name as stored in the image.
+        name: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The backing chain has a cycle.
     #[error("the backing files form a loop")]
     BackingLoop,
@@ -98,7 +106,8 @@ impl ImageError {
         match self {
             ImageError::Damaged { .. }
             | ImageError::Unsupported { .. }
-            | ImageError::OutsideDirectory { .. } => true,
+            | ImageError::OutsideDirectory { .. }
+            | ImageError::NotFollowed { .. } => true,
             ImageError::In { source, .. } => source.opaque_helps(),
             _ => false,
         }

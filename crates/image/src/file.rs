@@ -79,12 +79,20 @@ impl ImageFile {
     /// # Errors
     /// [`ImageError`] naming the path.
     pub fn open(path: &Path) -> Result<Self, ImageError> {
-        let open = || -> Result<Self, ImageError> {
-            let file = OpenOptions::new()
-                .read(true)
-                .custom_flags((OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32)
-                .open(path)
-                .map_err(|e| ImageError::io("open the image", e))?;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(Self::FLAGS.bits() as i32)
+            .open(path)
+            .map_err(|e| ImageError::io("open the image", e).in_file(path))?;
+        Self::new(file, path)
+    }
+
+    /// Flags for opening: neither a FIFO nor a terminal has an effect.
+    pub(crate) const FLAGS: OFlags = OFlags::NONBLOCK.union(OFlags::NOCTTY);
+
+    /// A file that was opened with [`Self::FLAGS`] at `path`.
+    pub(crate) fn new(file: File, path: &Path) -> Result<Self, ImageError> {
+        let checked = || -> Result<Self, ImageError> {
             let kind = file
                 .metadata()
                 .map_err(|e| ImageError::io("look at the image", e))?
@@ -99,7 +107,7 @@ impl ImageFile {
                 stamp,
             })
         };
-        open().map_err(|e| e.in_file(path))
+        checked().map_err(|e| e.in_file(path))
     }
 
     /// The path it was opened by.

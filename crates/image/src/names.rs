@@ -6,17 +6,32 @@ use crate::ImageError;
 
 /// Resolves `name`, as stored in the image at `image`, to a path in the image's directory or below it.
 ///
-/// The name comes from the image and not from the user, so it must not point anywhere else: no `..`, no absolute path
-/// outside, no protocol. Symbolic links were made by the user and are followed.
+/// # Errors
+/// As [`below`].
 pub(crate) fn beside(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
-    let refuse = || ImageError::OutsideDirectory { name: name.into() };
-    let dir = match image.parent() {
+    Ok(directory(image).join(below(image, name)?))
+}
+
+/// The directory of the image at `image`.
+pub(crate) fn directory(image: &Path) -> &Path {
+    match image.parent() {
         Some(p) if !p.as_os_str().is_empty() => p,
         _ => Path::new("."),
-    };
+    }
+}
+
+/// Resolves `name`, as stored in the image at `image`, to a path relative to the image's directory.
+///
+/// The name comes from the image and not from the user, so it must not point anywhere else: no `..`, no absolute path
+/// outside, no protocol.
+///
+/// # Errors
+/// [`ImageError::OutsideDirectory`].
+pub(crate) fn below(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
+    let refuse = || ImageError::OutsideDirectory { name: name.into() };
     let path = local_path(name).ok_or_else(refuse)?;
     let relative = if path.is_absolute() {
-        let dir = std::path::absolute(dir).map_err(|_| refuse())?;
+        let dir = std::path::absolute(directory(image)).map_err(|_| refuse())?;
         path.strip_prefix(&dir).map_err(|_| refuse())?.to_owned()
     } else {
         path.to_owned()
@@ -27,7 +42,27 @@ pub(crate) fn beside(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
     if !plain || relative.file_name().is_none() {
         return Err(refuse());
     }
-    Ok(dir.join(relative))
+    Ok(relative)
+}
+
+/// The relative path that `name` is, as stored in an image from elsewhere: no absolute path, and no component that
+/// begins with a dot.
+///
+/// # Errors
+/// [`ImageError::NotFollowed`].
+pub(crate) fn plain(name: &str) -> Result<PathBuf, ImageError> {
+    let path = local_path(name).and_then(Path::to_str);
+    let is_plain = |path: &&str| {
+        path.split('/')
+            .all(|part| !part.is_empty() && !part.starts_with('.'))
+    };
+    match path.filter(is_plain) {
+        Some(path) => Ok(path.into()),
+        None => Err(ImageError::NotFollowed {
+            name: name.into(),
+            why: "is not a plain path below the image's directory".into(),
+        }),
+    }
 }
 
 /// Resolves `name` without restrictions, as QEMU would.
@@ -93,6 +128,33 @@ mod tests {
             beside(Path::new("disk"), "base").unwrap(),
             Path::new("./base")
         );
+    }
+
+    #[test]
+    fn of_images_from_elsewhere_only_plain_paths_are_followed() {
+        for good in ["base.qcow2", "old/base", "a..b", "file:base"] {
+            assert!(plain(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "",
+            ".",
+            "..",
+            "./base",
+            "a/./b",
+            "a/../b",
+            "../a",
+            "/base",
+            "a//b",
+            "a/",
+            ".hidden",
+            ".drover-work/sequences.data",
+            "a/.b",
+            "nbd:x",
+            "json:{}",
+            "a\nb",
+        ] {
+            assert!(plain(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

@@ -7,17 +7,16 @@ use std::sync::Arc;
 use drover_core::{ExtentKind, ReadAt};
 
 use crate::container::Container;
-use crate::disk::Trust;
 use crate::file::push_rounded;
 use crate::limits::{MAX_FILE_EXTENTS, MAX_VIRTUAL_SIZE};
 use crate::probe::probe;
 use crate::qcow2::Created;
-use crate::{Format, ImageError, ImageFile, Layout, Stamp, VirtualDisk, names};
+use crate::{Format, ImageError, ImageFile, Layout, Stamp, Trust, VirtualDisk};
 
 /// The form in which an image is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Conversion {
-    /// The file byte for byte, walked in guest order.
+    /// The file byte for byte, walked in guest order; no other file that it names.
     #[default]
     AsIs,
     /// The file byte for byte, walked in file order, without parsing it.
@@ -40,8 +39,6 @@ pub struct Outgoing {
     pub virtual_size: u64,
     /// Notes for the user.
     pub notes: Vec<String>,
-    /// Other files that the image needs, which are sent unchanged.
-    pub companions: Vec<PathBuf>,
     /// The files that `content` reads, each with its stamp at the time of opening.
     pub stamps: Vec<(PathBuf, Stamp)>,
 }
@@ -54,21 +51,21 @@ impl std::fmt::Debug for Outgoing {
             .field("virtual_size", &self.virtual_size)
             .field("ranges", &self.layout.ranges().len())
             .field("notes", &self.notes)
-            .field("companions", &self.companions)
             .finish_non_exhaustive()
     }
 }
 
-/// Opens the image at `path` to send it in the form `conversion`. Follows backing files only in its directory; see
-/// [`open_for_sending_with`] for the alternative.
+/// Opens the image at `path` to send it in the form `conversion`. A conversion reads also what the image names, where
+/// that is in its directory ([`Trust::Beneath`]); see [`open_for_sending_with`] for the alternative, and
+/// [`parts`](crate::parts()) for what that is.
 ///
 /// # Errors
 /// [`ImageError`] naming the file and what is wrong with it.
 pub fn open_for_sending(path: &Path, conversion: Conversion) -> Result<Outgoing, ImageError> {
-    open_for_sending_with(path, conversion, Trust::Beside)
+    open_for_sending_with(path, conversion, Trust::Beneath)
 }
 
-/// Like [`open_for_sending`], following backing files as far as `trust` permits.
+/// Like [`open_for_sending`], following names as far as `trust` permits.
 ///
 /// # Errors
 /// [`ImageError`] naming the file and what is wrong with it.
@@ -93,27 +90,13 @@ fn as_is(path: &Path) -> Result<Outgoing, ImageError> {
     let content: Arc<dyn ReadAt> = Arc::new(file);
     let mut container = Container::open(&content)?;
     let layout = container.layout(content.len(), &present)?;
-    let mut notes = std::mem::take(&mut container.notes);
-    if let Some(backing) = &container.backing {
-        notes.push(format!(
-            "its backing file {:?} is not sent with it; a conversion to raw or qcow2 would send the whole disk",
-            backing.name
-        ));
-    }
-    let mut companions: Vec<PathBuf> = Vec::new();
-    for name in container.companions() {
-        let companion = names::beside(path, name)?;
-        if !companions.contains(&companion) {
-            companions.push(companion);
-        }
-    }
+    let notes = std::mem::take(&mut container.notes);
     Ok(Outgoing {
         content,
         layout,
         format: container.format,
         virtual_size: container.virtual_size(),
         notes,
-        companions,
         stamps,
     })
 }
@@ -126,7 +109,6 @@ fn opaque(path: &Path) -> Result<Outgoing, ImageError> {
         format: probe(&file)?.format,
         virtual_size: file.len(),
         notes: Vec::new(),
-        companions: Vec::new(),
         stamps: vec![(path.to_owned(), file.stamp())],
         content: Arc::new(file),
     })
@@ -159,7 +141,6 @@ fn raw(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
         format: Format::Raw,
         virtual_size: disk.len(),
         notes: disk.notes().to_vec(),
-        companions: Vec::new(),
         stamps: disk.stamps().to_vec(),
         content: Arc::new(disk),
     })
@@ -193,7 +174,6 @@ fn qcow2(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
         format: Format::Qcow2,
         virtual_size,
         notes,
-        companions: Vec::new(),
         stamps,
         content: Arc::new(created),
     })

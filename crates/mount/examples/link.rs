@@ -15,7 +15,7 @@ use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::server::{Base, Config, Images, Server};
 use drover_net::service::IncomingCall;
-use drover_net::{ConnectOptions, Identity, Listener, Peer, Refusal, Rights, connect};
+use drover_net::{ConnectOptions, Identity, Listener, Peer, PeerKey, Refusal, Rights, connect};
 use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
@@ -23,6 +23,14 @@ use tokio::sync::watch;
 struct Noise(Base);
 
 impl Images for Noise {
+    fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
         Ok(self.0.clone())
     }
@@ -59,7 +67,8 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
             let peer = Peer {
                 key: connection.peer().expect("a key"),
                 name: connection.remote().into(),
-                rights: Rights::PEER,
+                rights: Rights::DEFAULT.of_peer(),
+                domain: "default".into(),
             };
             let (_go, stop) = watch::channel(false);
             let Ok(call) = IncomingCall::receive(connection, stop).await else {

@@ -15,13 +15,21 @@
 //! use drover_mount::direct::RemoteDevice;
 //! use drover_mount::server::{Base, Config, Images, Server};
 //! use drover_net::service::IncomingCall;
-//! use drover_net::{Connection, Identity, Peer, Refusal, Rights};
+//! use drover_net::{Connection, Identity, Peer, PeerKey, Refusal, Rights};
 //! use drover_store::lease::Access;
 //!
 //! /// A site with one image, in memory.
 //! struct OneImage;
 //!
 //! impl Images for OneImage {
+//!     fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+//!         Ok(())
+//!     }
+//!
+//!     fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+//!         Ok(())
+//!     }
+//!
 //!     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
 //!         let device = Arc::new(MemoryDevice::from_bytes(&[7; 1 << 20]));
 //!         Ok(Base { device, digest: Digest([7; 32]) })
@@ -50,7 +58,7 @@
 //! let state = tempfile::tempdir()?;
 //! let server = Server::new(Config { images: Arc::new(OneImage), state: state.path().into(), threads: 2 })?;
 //! let options = Options::new(ImageName::new("web")?, Access::ReadOnly);
-//! let peer = Peer { key: Identity::generate().key(), name: "nantes".into(), rights: Rights::PEER };
+//! let peer = Peer { key: Identity::generate().key(), name: "nantes".into(), rights: Rights::DEFAULT.of_peer(), domain: "default".into() };
 //! let connector = Arc::new(Local(server, peer));
 //! let client = runtime.block_on(Client::open(runtime.handle(), connector, options))?;
 //! let device = RemoteDevice::new(Arc::new(client));

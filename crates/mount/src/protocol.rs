@@ -145,7 +145,7 @@ pub struct Open {
     pub note: String,
 }
 
-request!(Open: "mount.open", Mount, () => Opened);
+request!(Open: "mount.open", Read, () => Opened);
 
 impl Open {
     /// Validates the values.

@@ -25,10 +25,9 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_device::remote::Shape;
 use drover_net::service::{self, IncomingCall, Service, ServiceFuture};
-use drover_net::{Code, Peer, PeerKey, Refusal, Right, until};
+use drover_net::{Code, Peer, PeerKey, Refusal, Right, ShareLimits, Shares, until};
 use drover_store::lease::{Access, Identity, MountId, READER_GRACE, Who};
 use parking_lot::Mutex;
-use tokio::sync::Semaphore;
 use tracing::{debug, info};
 
 use crate::MountError;
@@ -47,14 +46,22 @@ use counters::Counters;
 use image::Image;
 use pool::Pool;
 
-/// Maximum connections of all mounts of a site.
-pub const MAX_SITE_CONNECTIONS: usize = 512;
+/// Maximum connections of all mounts of a site; one peer has fewer, and in any case those of one mount.
+pub const MAX_SITE_CONNECTIONS: ShareLimits = ShareLimits {
+    all: 512,
+    one: 384,
+    sure: MAX_CONNECTIONS as u64,
+};
 
 /// Maximum mounts of one peer.
 pub const MAX_PEER_MOUNTS: usize = 64;
 
 /// Maximum body bytes of all mounts' requests queued or executing; beyond it connections are not read.
-const MAX_SITE_BODIES: usize = 256 << 20;
+const MAX_SITE_BODIES: ShareLimits = ShareLimits {
+    all: 256 << 20,
+    one: 192 << 20,
+    sure: 16 << 20,
+};
 
 /// How long a connection waits for its mount's front connection.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
@@ -79,8 +86,8 @@ pub struct Server {
     started: tokio::time::Instant,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
-    /// Permits for request bodies, in bytes.
-    bodies: Arc<Semaphore>,
+    /// Memory for request bodies, in bytes.
+    bodies: Shares<PeerKey>,
     next_connection: AtomicU64,
     /// A lock per image, held by threads that may block while it is opened, closed or its lease broken. Lock order:
     /// this, the image's leases, `state`. No disk I/O happens under `state`.
@@ -132,7 +139,7 @@ impl Server {
         Ok(Arc::new(Self {
             pool: Arc::new(Pool::new(config.threads)?),
             counters: Arc::default(),
-            bodies: Arc::new(Semaphore::new(MAX_SITE_BODIES)),
+            bodies: Shares::new(MAX_SITE_BODIES),
             config,
             started: tokio::time::Instant::now(),
             next_connection: AtomicU64::new(1),
@@ -209,6 +216,7 @@ impl Server {
         peer: &Peer,
         open: Open,
     ) -> Result<(Arc<Connection>, Opened), Refusal> {
+        self.allow(peer, &open).await?;
         if open.connection != ConnectionKind::Front {
             // The front connection represents the mount: only it acquires leases.
             self.wait_for_front((peer.key, open.mount), open.link)
@@ -273,6 +281,13 @@ impl Server {
         Ok((connection, opened))
     }
 
+    /// Checks that the image may be opened by this peer.
+    async fn allow(&self, peer: &Peer, open: &Open) -> Result<(), Refusal> {
+        let images = Arc::clone(&self.config.images);
+        let (peer, name, access) = (peer.clone(), open.image.clone(), open.access);
+        blocking(move || images.allow(&name, &peer, access)).await
+    }
+
     async fn admit(
         self: &Arc<Self>,
         image: &Arc<Image>,
@@ -311,8 +326,14 @@ impl Server {
         let key = (peer.key, open.mount);
         let busy = |text: &str| Err(Refusal::new(Code::Busy, text));
         let mut state = self.state.lock();
-        let connections: usize = state.mounts.values().map(|m| m.connections.len()).sum();
-        if connections >= MAX_SITE_CONNECTIONS {
+        let connections = |own_only: bool| {
+            let mounts = state
+                .mounts
+                .iter()
+                .filter(|(k, _)| !own_only || k.0 == key.0);
+            mounts.map(|(_, m)| m.connections.len() as u64).sum::<u64>()
+        };
+        if !MAX_SITE_CONNECTIONS.allow(connections(false), connections(true), 1) {
             return busy("this site has too many connections; try again later");
         }
         let known = state.mounts.get(&key).map(|m| (m.identity, m.fresh));

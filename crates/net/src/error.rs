@@ -91,6 +91,14 @@ pub enum NetError {
         /// The cause.
         source: io::Error,
     },
+    /// Another connection needed the slot of this one, which was still being set up.
+    #[error(
+        "{peer}: dropped while it was being set up: too many connections are, most of them from its address"
+    )]
+    Displaced {
+        /// The other end.
+        peer: String,
+    },
     /// The stream ended without a proper end.
     #[error("connection with {peer} was closed unexpectedly")]
     Truncated {
@@ -184,6 +192,7 @@ impl NetError {
                 | NetError::Unreachable { .. }
                 | NetError::TimedOut { .. }
                 | NetError::Io { .. }
+                | NetError::Displaced { .. }
                 | NetError::Truncated { .. }
                 | NetError::Closed { .. }
         )

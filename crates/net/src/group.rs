@@ -20,6 +20,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+mod accounts;
 mod clocks;
 mod flow;
 mod queue;
@@ -29,6 +30,7 @@ mod trial;
 mod turns;
 mod window;
 
+pub use accounts::Accounts;
 pub use flow::{Flow, MAX_UNREPORTED};
 pub use queue::Queue;
 pub use sending::{MAX_PART, MAX_UNANSWERED, NotSent, Sending};

@@ -1,6 +1,6 @@
 //! How sites talk: identity, pairing tickets, TLS 1.3 connections between pinned keys, Unix
-//! sockets, length-limited frames, the hello, services and calls, rate limits, reconnecting, and
-//! groups of connections with credit and priority ([`group`]).
+//! sockets, length-limited frames, the hello, services and calls, rate limits, shares of a limited
+//! supply, reconnecting, and groups of connections with credit and priority ([`group`]).
 //!
 //! The services themselves are defined in the crates above; nothing here depends on images or devices. No round trip
 //! per frame, and no background tasks: the owner of a [`FrameReader`] or [`FrameWriter`] drives it. The encoding is
@@ -48,7 +48,7 @@
 //! let (_stop, stopped) = tokio::sync::watch::channel(false);
 //! tokio::spawn(async move {
 //!     let call = IncomingCall::receive(there, stopped).await?;
-//!     let peer = Peer { key: Identity::generate().key(), name: "lyon".into(), rights: Rights::PEER };
+//!     let peer = Peer { key: Identity::generate().key(), name: "lyon".into(), rights: Rights::DEFAULT.of_peer(), domain: "default".into() };
 //!     services.serve(peer, call).await
 //! });
 //! let reply = call(here, &Echo("hello".into()), |()| {}).await?;
@@ -74,6 +74,7 @@ mod rate;
 mod refusal;
 mod rights;
 pub mod service;
+mod share;
 mod stream;
 mod ticket;
 mod tls;
@@ -94,13 +95,14 @@ pub use hello::{
 pub use identity::Identity;
 pub use keep_alive::KeepAlive;
 pub use key::{ParseKeyError, PeerKey};
-pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
+pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending, Slot, network_of};
 pub use local::{LocalListener, connect_unix};
 pub use messages::{decode, encode};
 pub use rate::RateLimit;
 pub use refusal::{Code, Refusal};
-pub use rights::{Right, Rights};
-pub use service::Peer;
+pub use rights::{Right, Rights, UnknownRight};
+pub use service::{DEFAULT_DOMAIN, Peer};
+pub use share::{Share, ShareLimits, Shares};
 pub use stream::WireCounters;
 pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
 pub use until::until;

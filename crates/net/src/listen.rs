@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_rustls::{TlsAcceptor, TlsStream};
-use tracing::{debug, warn};
+use tracing::warn;
 
 use crate::connect::{agreed, handshake_failure, prepare};
 use crate::connection::Connection;
@@ -18,11 +17,17 @@ use crate::frame::MAX_FRAME_BEFORE_TRUST;
 use crate::stream::{Counted, WireCounters};
 use crate::{Identity, NetError, tls};
 
-/// Maximum connections with an unfinished handshake; more are dropped at once, so that strangers cannot exhaust memory
-/// or file descriptors.
+mod slots;
+
+pub use slots::{Slot, network_of};
+
+use slots::Slots;
+
+/// Maximum connections whose peer is not known yet, so that strangers cannot exhaust memory or file descriptors. For one
+/// more, the oldest of the network with most of them is dropped.
 pub const MAX_PENDING: usize = 256;
 
-/// Timeout of a client's handshake.
+/// Timeout from accepting a client to having its request: TLS, the hello and the request together.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Pause when the process has run out of file descriptors.
@@ -34,7 +39,7 @@ pub struct Listener {
     tcp: TcpListener,
     address: SocketAddr,
     config: Arc<ServerConfig>,
-    pending: Arc<Semaphore>,
+    slots: Slots,
 }
 
 impl Listener {
@@ -50,7 +55,7 @@ impl Listener {
             address: tcp.local_addr().map_err(failed)?,
             tcp,
             config,
-            pending: Arc::new(Semaphore::new(MAX_PENDING)),
+            slots: Slots::new(MAX_PENDING),
         })
     }
 
@@ -80,16 +85,13 @@ impl Listener {
                     return Err(NetError::Listen { address, source });
                 }
             };
-            let Ok(permit) = self.pending.clone().try_acquire_owned() else {
-                debug!(%remote, "dropped: {MAX_PENDING} connections are in their handshake");
-                continue;
-            };
             if prepare(&tcp).is_ok() {
+                let peer = remote.to_string();
                 return Ok(Pending {
                     tcp,
                     remote,
                     config: self.config.clone(),
-                    _permit: permit,
+                    slot: self.slots.enter(remote.ip(), peer, HANDSHAKE_TIMEOUT),
                 });
             }
         }
@@ -118,13 +120,13 @@ fn passes(e: &io::Error) -> bool {
     )
 }
 
-/// A client that has connected and sent nothing yet.
+/// A client that has connected and sent nothing yet. It has a slot, which it may lose.
 #[derive(Debug)]
 pub struct Pending {
     tcp: TcpStream,
     remote: SocketAddr,
     config: Arc<ServerConfig>,
-    _permit: OwnedSemaphorePermit,
+    slot: Slot,
 }
 
 impl Pending {
@@ -136,33 +138,38 @@ impl Pending {
 
     /// Performs the TLS handshake within [`HANDSHAKE_TIMEOUT`]. The connection's [`Connection::peer`] is a key whose
     /// possession the client proved; whether it is trusted is up to the caller, and until
-    /// [`crate::FrameReader::set_max_frame`] only small frames are accepted.
+    /// [`crate::FrameReader::set_max_frame`] only small frames are accepted. The connection keeps its slot until the
+    /// caller knows the peer, and releases or drops it.
     ///
     /// # Errors
-    /// [`NetError::Handshake`], [`NetError::TimedOut`], or that the connection broke.
+    /// [`NetError::Handshake`], [`NetError::TimedOut`], [`NetError::Displaced`], or that the connection broke.
+    pub async fn authenticate(self) -> Result<(Connection, Slot), NetError> {
+        let peer = self.remote.to_string();
+        let io = Counted::new(self.tcp, Arc::new(WireCounters::default()));
+        let handshake = TlsAcceptor::from(self.config).accept(io);
+        let stream = match self.slot.hold("the handshake", handshake).await? {
+            Ok(stream) => TlsStream::from(stream),
+            Err(e) => return Err(handshake_failure(peer, e)),
+        };
+        let key = agreed(&stream, &peer)?;
+        let connection = Connection::tls(stream, key, peer, MAX_FRAME_BEFORE_TRUST);
+        Ok((connection, self.slot))
+    }
+
+    /// The same for a caller that takes any peer; the slot is released.
+    ///
+    /// # Errors
+    /// As [`Pending::authenticate`].
     pub async fn handshake(self) -> Result<Connection, NetError> {
-        self.handshake_within(HANDSHAKE_TIMEOUT).await
+        Ok(self.authenticate().await?.0)
     }
 
     /// The same with another timeout.
     ///
     /// # Errors
-    /// As [`Pending::handshake`].
-    pub async fn handshake_within(self, limit: Duration) -> Result<Connection, NetError> {
-        let peer = self.remote.to_string();
-        let io = Counted::new(self.tcp, Arc::new(WireCounters::default()));
-        let stream = match timeout(limit, TlsAcceptor::from(self.config).accept(io)).await {
-            Ok(Ok(stream)) => TlsStream::from(stream),
-            Ok(Err(e)) => return Err(handshake_failure(peer, e)),
-            Err(_) => {
-                return Err(NetError::TimedOut {
-                    peer,
-                    what: "the handshake",
-                    after: limit,
-                });
-            }
-        };
-        let key = agreed(&stream, &peer)?;
-        Ok(Connection::tls(stream, key, peer, MAX_FRAME_BEFORE_TRUST))
+    /// As [`Pending::authenticate`].
+    pub async fn handshake_within(mut self, limit: Duration) -> Result<Connection, NetError> {
+        self.slot.set_deadline(limit);
+        self.handshake().await
     }
 }

@@ -74,7 +74,12 @@ pub struct Peer {
     pub name: String,
     /// What it may do.
     pub rights: Rights,
+    /// Where it may do it: other domains are out of its sight.
+    pub domain: String,
 }
+
+/// The domain of peers and images for which none is named.
+pub const DEFAULT_DOMAIN: &str = "default";
 
 /// The payload of a [`kind::CALL`].
 #[must_use]

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
@@ -27,6 +27,27 @@ pub fn open_private(path: &Path) -> io::Result<std::fs::File> {
         .open(path)
 }
 
+/// Creates a file, private to this user, for reading and writing; truncates it if it exists.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn create_private(path: &Path) -> io::Result<std::fs::File> {
+    let file = open_private(path)?;
+    file.set_len(0)?;
+    Ok(file)
+}
+
+/// Creates a directory, private to this user, with missing parents. One that exists is left as it is.
+///
+/// # Errors
+/// Errors of the file system.
+pub fn make_private_dir(path: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+}
+
 /// A directory of the host, held open: it can be renamed while in use.
 #[derive(Debug)]
 pub struct HostDirectory {
@@ -49,7 +70,7 @@ impl HostDirectory {
         })
     }
 
-    /// Opens a directory; creates it (durably, with missing parents) if necessary.
+    /// Opens a directory; creates it (durably, private to this user, with missing parents) if necessary.
     ///
     /// # Errors
     /// Errors of the file system.
@@ -63,10 +84,8 @@ impl HostDirectory {
             _ => Path::new("."),
         };
         let above = Self::open_or_create(parent)?;
-        match std::fs::create_dir(path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => above.sync()?,
-        }
+        make_private_dir(path)?;
+        above.sync()?;
         Self::open(path)
     }
 

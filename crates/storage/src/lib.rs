@@ -48,7 +48,7 @@ pub use disk::{Disk, HostDisk, SyncedFile};
 pub use envelope::{Envelope, EnvelopeError};
 #[cfg(feature = "testing")]
 pub use fake::{FakeDirectory, Operation};
-pub use host::{HostDirectory, open_private};
+pub use host::{HostDirectory, create_private, make_private_dir, open_private};
 pub use replace::{atomic_replace, remove_leftovers, replace, sync_parent};
 
 /// A flat directory of files. A name is one path component; any other is refused with `InvalidInput`.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use drover_core::{Digest, ImageName};
 use drover_image::Stamp;
 use drover_index::ImageId;
+use drover_net::{PeerKey, Right, Rights};
 
 use crate::catalog_error::CatalogError;
 
@@ -35,6 +36,24 @@ pub struct ImageRecord {
     pub from: String,
     /// Whether it was indexed in place: drover never deletes or replaces such a file.
     pub external: bool,
+    /// The peer that it belongs to; `None` when it belongs to this site's administrator.
+    pub owner: Option<PeerKey>,
+    /// Other peers that may replace it and write to it, at most [`MAX_SHARED`].
+    pub shared: Vec<PeerKey>,
+}
+
+/// Upper bound on the peers that an image is shared with.
+pub const MAX_SHARED: usize = 64;
+
+impl ImageRecord {
+    /// Whether a peer with these rights may replace it or change what it holds: its owner, those that it is shared with,
+    /// whoever may change everything, and, if it is the site's own, everybody with the right to write.
+    #[must_use]
+    pub fn may_be_changed_by(&self, peer: &PeerKey, rights: Rights) -> bool {
+        rights.has(Right::Admin)
+            || self.owner.is_none_or(|owner| owner == *peer)
+            || self.shared.contains(peer)
+    }
 }
 
 /// The catalog of a site. Calls are short transactions, safe from any thread.

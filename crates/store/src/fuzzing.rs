@@ -20,7 +20,7 @@ pub fn block_map(layout: &Layout, bytes: &[u8]) {
         layout.encode(),
         zstd::bulk::compress(bytes, 1).unwrap_or_default(),
     ];
-    let mut file = b"DRVRMAP\0\x01\0\0\0".to_vec();
+    let mut file = b"DRVRMAP\0\x02\0\0\0".to_vec();
     for part in &parts {
         file.extend((part.len() as u64).to_le_bytes());
         file.extend(part);

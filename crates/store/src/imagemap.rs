@@ -7,6 +7,7 @@ use std::sync::Arc;
 use drover_core::{Digest, ImageName};
 use drover_image::{Layout, LayoutLimits};
 use drover_index::ImageId;
+use drover_net::PeerKey;
 use serde::{Deserialize, Serialize};
 
 use crate::StoreError;
@@ -20,7 +21,7 @@ pub const MAX_LAYOUT_BYTES: u64 = 64 << 20;
 pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
 
 const MAGIC: &[u8; 8] = b"DRVRMAP\0";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Upper bound on a map file: a layout at its limit and the block map of a full-size image.
 const MAX_MAP_BYTES: u64 = MAX_LAYOUT_BYTES + (256 << 20);
@@ -28,6 +29,13 @@ const MAX_MAP_BYTES: u64 = MAX_LAYOUT_BYTES + (256 << 20);
 /// Metadata to rebuild the catalog's record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct About {
+    /// What version 1 had.
+    first: First,
+    owner: Option<PeerKey>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct First {
     id: u64,
     name: ImageName,
     path: String,
@@ -68,16 +76,19 @@ impl ImageMap {
     /// Encodes the map of `record`.
     pub(crate) fn encode(&self, record: &ImageRecord) -> Vec<u8> {
         let about = About {
-            id: record.id.0,
-            name: record.name.clone(),
-            path: record.path.to_string_lossy().into_owned(),
-            format: record.format.clone(),
-            data_bytes: record.data_bytes,
-            virtual_bytes: record.virtual_bytes,
-            digest: record.digest,
-            added_unix: record.added_unix,
-            from: record.from.clone(),
-            external: record.external,
+            first: First {
+                id: record.id.0,
+                name: record.name.clone(),
+                path: record.path.to_string_lossy().into_owned(),
+                format: record.format.clone(),
+                data_bytes: record.data_bytes,
+                virtual_bytes: record.virtual_bytes,
+                digest: record.digest,
+                added_unix: record.added_unix,
+                from: record.from.clone(),
+                external: record.external,
+            },
+            owner: record.owner,
         };
         let mut body = Vec::from(MAGIC);
         body.extend_from_slice(&VERSION.to_le_bytes());
@@ -115,14 +126,24 @@ pub(crate) fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
     if sum != &good.to_le_bytes() && !cfg!(fuzzing) {
         return None;
     }
-    let rest = body
-        .strip_prefix(MAGIC)?
-        .strip_prefix(&VERSION.to_le_bytes())?;
+    let (version, rest) = body.strip_prefix(MAGIC)?.split_first_chunk::<4>()?;
     let (about, rest) = part(rest)?;
     let (layout, rest) = part(rest)?;
     let (blocks, rest) = part(rest)?;
     let length = u64::from_le_bytes(rest.try_into().ok()?);
-    let about: About = drover_net::decode(about).ok()?;
+    let about = match u32::from_le_bytes(*version) {
+        VERSION => drover_net::decode(about).ok()?,
+        // Without an owner it is the administrator's: a map must not give a peer more than the catalog did.
+        1 => About {
+            first: drover_net::decode(about).ok()?,
+            owner: None,
+        },
+        _ => return None,
+    };
+    let About {
+        first: about,
+        owner,
+    } = about;
     let layout = Layout::decode(layout, layout_limits()).ok()?;
     let blocks =
         zstd::bulk::decompress(blocks, usize::try_from(length.min(MAX_MAP_BYTES)).ok()?).ok()?;
@@ -143,6 +164,9 @@ pub(crate) fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
         added_unix: about.added_unix,
         from: about.from,
         external: about.external,
+        owner,
+        // A map must not give a peer more than the catalog did.
+        shared: Vec::new(),
     };
     Some((
         record,
@@ -156,16 +180,19 @@ pub(crate) fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
 #[cfg(fuzzing)]
 pub(crate) fn about_for_fuzzing() -> impl Serialize {
     About {
-        id: 1,
-        name: ImageName::new("a").expect("a name"),
-        path: "/a".into(),
-        format: "raw".into(),
-        data_bytes: 0,
-        virtual_bytes: 0,
-        digest: Digest::default(),
-        added_unix: 0,
-        from: String::new(),
-        external: false,
+        first: First {
+            id: 1,
+            name: ImageName::new("a").expect("a name"),
+            path: "/a".into(),
+            format: "raw".into(),
+            data_bytes: 0,
+            virtual_bytes: 0,
+            digest: Digest::default(),
+            added_unix: 0,
+            from: String::new(),
+            external: false,
+        },
+        owner: None,
     }
 }
 
@@ -213,6 +240,8 @@ mod tests {
             added_unix: 5,
             from: "lyon".into(),
             external: false,
+            owner: Some(PeerKey([4; 32])),
+            shared: Vec::new(),
         };
         (
             record,
@@ -237,5 +266,35 @@ mod tests {
             assert!(parse(&bad).is_none(), "byte {at}");
             assert!(parse(&good[..at]).is_none(), "cut at {at}");
         }
+    }
+
+    /// The map file with another version and entry.
+    fn with_entry(map: &[u8], version: u32, entry: &[u8]) -> Vec<u8> {
+        let (_, rest) = part(&map[12..map.len() - 4]).unwrap();
+        let mut file = [&map[..8], &version.to_le_bytes()].concat();
+        file.extend((entry.len() as u64).to_le_bytes());
+        file.extend(entry);
+        file.extend(rest);
+        let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &file) as u32;
+        file.extend(sum.to_le_bytes());
+        file
+    }
+
+    #[test]
+    fn a_map_without_an_owner_gives_the_image_to_no_peer() {
+        let (record, map) = sample();
+        let file = map.encode(&record);
+        let (entry, _) = part(&file[12..]).unwrap();
+        let about: About = drover_net::decode(entry).unwrap();
+        let first = drover_net::encode(&about.first);
+        let unowned = ImageRecord {
+            owner: None,
+            ..record
+        };
+        let read = parse(&with_entry(&file, 1, &first));
+        assert_eq!(read, Some((unowned, map)));
+        assert_eq!(parse(&with_entry(&file, 1, entry)), None);
+        assert_eq!(parse(&with_entry(&file, 2, &first)), None);
+        assert_eq!(parse(&with_entry(&file, 3, entry)), None);
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use drover_core::ImageName;
 use drover_index::ImageId;
+use drover_storage::make_private_dir;
 use parking_lot::{Mutex, RwLock};
 
 use crate::StoreError;
@@ -49,7 +50,7 @@ impl Images {
         awaited: &HashSet<ImageId>,
         repairs: &mut Vec<String>,
     ) -> Result<Self, StoreError> {
-        std::fs::create_dir_all(&maps_dir).map_err(StoreError::file("create", &maps_dir))?;
+        make_private_dir(&maps_dir).map_err(StoreError::file("create", &maps_dir))?;
         let listed = catalog.images()?;
         let records = listed.into_iter().map(|r| (r.id, r)).collect();
         let images = Images {

@@ -2,6 +2,7 @@
 //! cache, the leases of images and the changes to them; and a report of the disk space they take (decision `0026`).
 //!
 //! - [`Catalog`]: the interface of the image database; [`SiteCatalog`] implements it on SQLite.
+//! - [`Grant`]: what a peer may do; [`domain`]: the names of domains.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
 //! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`changes`]: what mounts wrote
@@ -27,9 +28,11 @@ mod blockmap;
 mod catalog;
 mod catalog_error;
 pub mod changes;
+pub mod domain;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod grant;
 mod imagemap;
 mod images;
 pub mod lease;
@@ -40,9 +43,10 @@ pub mod space;
 mod sqlite;
 
 pub use blockmap::{BlockMap, DataBits, ENTRY_BLOCKS};
-pub use catalog::{Catalog, ImageRecord};
+pub use catalog::{Catalog, ImageRecord, MAX_SHARED};
 pub use catalog_error::CatalogError;
 pub use error::StoreError;
+pub use grant::Grant;
 pub use imagemap::{ImageMap, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES, layout_limits};
 pub use images::{Images, OpenImage};
-pub use sqlite::{PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME};
+pub use sqlite::{FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo};

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use drover_storage::sync_parent;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 
 use crate::StoreError;
 
@@ -44,7 +45,7 @@ impl Named {
                 false => keep(target, aside(part))?,
             };
             match fresh {
-                true => renameat_with(CWD, part, CWD, target, RenameFlags::NOREPLACE)?,
+                true => rename_new(part, target)?,
                 false => std::fs::rename(part, target)?,
             }
             Ok(Named {
@@ -86,8 +87,8 @@ impl Named {
     }
 }
 
-/// Completes an undo that was interrupted, which left the new file under both names: restores the replaced file,
-/// because writing to either name would change both.
+/// Completes an undo, or undoes a rename, that was interrupted and left the new file under both names: restores the
+/// replaced file, or frees the name, because writing to either name would change both.
 ///
 /// # Errors
 /// When it cannot be renamed.
@@ -97,10 +98,25 @@ pub fn finish_undoing(part: &Path, target: &Path) -> Result<(), StoreError> {
 
 fn put_back(part: &Path, target: &Path) -> io::Result<()> {
     let aside = aside(part);
-    if same_file(part, target) && aside.exists() {
-        std::fs::rename(aside, target)?;
+    match (same_file(part, target), aside.exists()) {
+        (true, true) => std::fs::rename(aside, target),
+        (true, false) => std::fs::remove_file(target),
+        (false, _) => Ok(()),
     }
-    Ok(())
+}
+
+/// Renames `part` to `target` in one step, unless there is a file of that name.
+fn rename_new(part: &Path, target: &Path) -> io::Result<()> {
+    match renameat_with(CWD, part, CWD, target, RenameFlags::NOREPLACE) {
+        // Some file systems (NFS) cannot. A link does not replace a file either.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => link_new(part, target),
+        renamed => Ok(renamed?),
+    }
+}
+
+fn link_new(part: &Path, target: &Path) -> io::Result<()> {
+    std::fs::hard_link(part, target)?;
+    std::fs::remove_file(part)
 }
 
 /// Keeps the file `target` under a second name.
@@ -128,4 +144,42 @@ fn same_file(a: &Path, b: &Path) -> bool {
         return false;
     };
     (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_name_replaces_no_file() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (part, target) = (tmp.path().join("part"), tmp.path().join("web.img"));
+        for rename in [rename_new, link_new] {
+            std::fs::write(&part, "new").unwrap();
+            std::fs::write(&target, "other").unwrap();
+            let e = rename(&part, &target).unwrap_err();
+            assert_eq!(e.kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(std::fs::read(&target).unwrap(), b"other");
+            std::fs::remove_file(&target).unwrap();
+            // A link that leads nowhere is a file, too.
+            std::os::unix::fs::symlink("nowhere", &target).unwrap();
+            assert!(rename(&part, &target).is_err());
+            std::fs::remove_file(&target).unwrap();
+            rename(&part, &target).unwrap();
+            assert!(!part.exists());
+            assert_eq!(std::fs::read(&target).unwrap(), b"new");
+        }
+    }
+
+    #[test]
+    fn a_rename_that_was_cut_off_between_its_steps_is_undone() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (part, target) = (tmp.path().join("part"), tmp.path().join("web.img"));
+        std::fs::write(&part, "new").unwrap();
+        std::fs::hard_link(&part, &target).unwrap();
+        finish_undoing(&part, &target).unwrap();
+        assert!(part.exists() && !target.exists());
+        Named::new(&part, &target, true).unwrap().entered();
+        assert!(!part.exists() && target.exists());
+    }
 }

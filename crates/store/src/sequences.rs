@@ -11,11 +11,13 @@
 mod journal;
 mod table;
 
-use std::fs::File;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use drover_core::{BLOCK_SIZE_U64, CompactIndex};
 use drover_index::{ImageId, SequenceStore};
+use drover_storage::open_private;
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -126,13 +128,9 @@ impl Sequences {
     /// When the file cannot be opened.
     pub fn open(dir: &Path, limit: u64) -> Result<Self, StoreError> {
         let data_path = dir.join("sequences.data");
-        let data = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&data_path)
-            .map_err(StoreError::file("open", &data_path))?;
+        let data = open_private(&data_path).map_err(StoreError::file("open", &data_path))?;
+        // Earlier versions made it readable to others. The directory is private in any case.
+        let _ = data.set_permissions(Permissions::from_mode(0o600));
         let limit = segments_of(limit) * SEGMENT_SLOTS;
         let size = data.metadata().map_or(0, |about| about.len());
         if size > limit * BLOCK_SIZE_U64 {

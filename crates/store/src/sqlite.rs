@@ -15,6 +15,8 @@ mod seal;
 mod spare;
 #[cfg(test)]
 mod tests;
+mod tickets;
+mod upgrade;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -22,10 +24,12 @@ use std::time::Duration;
 
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 
-pub use peers::PairOutcome;
 pub use rows::Peer;
+pub use tickets::{PairOutcome, TicketInfo};
+pub use upgrade::FormerGrant;
 
 use crate::catalog_error::Result;
+use crate::grant::Grant;
 use repair::Users;
 use rows::{Row, Setting};
 use seal::Seal;
@@ -49,11 +53,20 @@ impl SiteCatalog {
     /// When it cannot be used: no permission, no space, written by a newer drover, or damaged while another process
     /// uses it.
     pub fn open(dir: &Path) -> Result<(SiteCatalog, Vec<String>)> {
+        SiteCatalog::open_with(dir, &|_| Grant::default())
+    }
+
+    /// The same, for a catalog that may be of a version without rights: `former` says what each of its peers and, with
+    /// `None`, its tickets may do from now on. It is called while such a catalog is migrated and never again.
+    ///
+    /// # Errors
+    /// As [`SiteCatalog::open`].
+    pub fn open_with(dir: &Path, former: &FormerGrant<'_>) -> Result<(SiteCatalog, Vec<String>)> {
         let path = dir.join("catalog.db");
         // One process at a time examines and repairs the files.
         let mutex = spare::lock(dir)?;
-        let (users, repairs) = repair::ensure_sound(&path)?;
-        let connection = schema::open_for_use(&path)?;
+        let (users, repairs) = repair::ensure_sound(&path, former)?;
+        let connection = schema::open_for_use(&path, former)?;
         // The catalog itself is sound: failure to write the spare, on a full disk, must not prevent opening it.
         if let Err(e) = spare::ensure(&connection, &path, &mutex) {
             tracing::warn!("{e}");
@@ -70,18 +83,19 @@ impl SiteCatalog {
     }
 
     /// Opens the catalog of the home in `dir` read-only, when the disk is too full for the files that SQLite needs next
-    /// to an open database. `None` when its log is not empty: the database file alone is then out of date.
+    /// to an open database. `None` when its log is not empty: the database file alone is then out of date. `former` as
+    /// for [`SiteCatalog::open_with`].
     ///
     /// # Errors
     /// When it cannot be read.
-    pub fn open_on_full_disk(dir: &Path) -> Result<Option<SiteCatalog>> {
+    pub fn open_on_full_disk(dir: &Path, former: &FormerGrant<'_>) -> Result<Option<SiteCatalog>> {
         let path = dir.join("catalog.db");
         let users = Users::join(&path)?;
         let log = path.with_extension("db-wal");
         if log.metadata().is_ok_and(|about| about.len() > 0) {
             return Ok(None);
         }
-        let connection = schema::open_as_it_is(&path)?;
+        let connection = schema::open_as_it_is(&path, former)?;
         Ok(Some(SiteCatalog {
             path,
             connection: Mutex::new(connection),
@@ -113,6 +127,16 @@ impl SiteCatalog {
                 },
             )?;
             Ok(())
+        })
+    }
+
+    /// A number that changes when another process has changed the catalog.
+    ///
+    /// # Errors
+    /// When the database cannot be read.
+    pub fn version(&self) -> Result<i64> {
+        self.read("looking for changes", |c| {
+            Ok(c.pragma_query_value(None, "data_version", |r| r.get(0))?)
         })
     }
 

@@ -24,7 +24,7 @@
 //! use drover_net::{Code, Identity, Listener, Refusal, Rights};
 //! use drover_store::SiteCatalog;
 //! use drover_teleport::progress::SendEvent;
-//! use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, Site, SiteConfig, send};
+//! use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, Site, SiteConfig, Supplies, send};
 //!
 //! # #[tokio::main]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -37,8 +37,9 @@
 //!     state_dir: home.path().join("state"),
 //!     teleporter: None,
 //!     reserve_bytes: 0,
-//!     max_sessions: 8,
+//!     supplies: Supplies::new(8),
 //!     sequence_data_bytes: 64 << 20,
+//!     image_mode: 0o600,
 //!     disk: Arc::new(drover_storage::HostDisk),
 //! };
 //! let (site, _) = Site::open(config, Arc::new(catalog))?;
@@ -57,7 +58,7 @@
 //!         tokio::spawn(async move {
 //!             let connection = pending.handshake().await?;
 //!             let key = connection.peer().expect("a peer of TLS has a key");
-//!             let peer = Peer { key, name: "lyon".into(), rights: Rights::PEER };
+//!             let peer = Peer { key, name: "lyon".into(), rights: Rights::DEFAULT.of_peer(), domain: "default".into() };
 //!             services.serve(peer, IncomingCall::receive(connection, stop).await?).await
 //!         });
 //!     }
@@ -118,7 +119,10 @@ pub use compress::{Effort, MAX_LEVEL};
 pub use error::TeleportError;
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, send};
-pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus};
+pub use site::{
+    Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, Site, SiteConfig,
+    SiteStatus, Supplies, TransferStatus,
+};
 pub use stages::StageTime;
 pub use teleporter::Teleporter;
 pub use transfers::{TransferState, Unfinished, unfinished};

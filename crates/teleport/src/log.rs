@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_storage::record_log::{RecordLog, Window};
-use drover_storage::{Disk, SyncedFile};
+use drover_storage::{Disk, SyncedFile, create_private};
 
 use crate::TeleportError;
 
@@ -87,7 +87,7 @@ impl Log {
     /// When the file cannot be created.
     pub fn create(path: &Path, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         let failed = |e| TeleportError::file("create", path)(e);
-        let file = File::create(path).map_err(failed)?;
+        let file = create_private(path).map_err(failed)?;
         let mut header = Vec::from(MAGIC);
         header.extend_from_slice(&VERSION.to_le_bytes());
         header.extend_from_slice(&checksum(0, &header).to_le_bytes());

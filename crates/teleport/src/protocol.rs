@@ -11,7 +11,7 @@
 //! - Either side may crash at any time; a later session resumes.
 //!
 //! # Non-goals
-//! Hiding from a paired peer which blocks a site has: a site is one trust domain.
+//! Hiding from a paired peer which blocks a site has: a domain of a site is what trusts each other.
 //!
 //! # Course of a session
 //! A session is a call of [`OpenSession`](crate::services::OpenSession); further connections join it
@@ -59,6 +59,9 @@ pub const FRAME_BLOCKS: usize = 256;
 
 /// Bytes of the layout in one `LAYOUT` frame.
 pub const LAYOUT_PART_BYTES: usize = 1 << 20;
+
+/// The largest frame with a batch; its digests and proofs take 25 KiB.
+pub const MAX_BATCH_FRAME: usize = 64 << 10;
 
 /// The largest frame either side accepts once a session is open.
 pub const MAX_SESSION_FRAME: usize = 2 << 20;

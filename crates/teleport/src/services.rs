@@ -31,6 +31,14 @@ request!(JoinSession: "session.join", Send, () => ());
 pub struct BeginMatching;
 request!(BeginMatching: "matching.begin", Match, () => ());
 
+/// The same for a domain of the destination other than the default one: what it has is never matched for another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BeginMatchingFor {
+    /// The domain's name.
+    pub domain: String,
+}
+request!(BeginMatchingFor: "matching.begin-for", Match, () => ());
+
 /// Lists the images, in pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListImages;
@@ -42,7 +50,7 @@ pub struct VerifyImage {
     /// Name of the image.
     pub name: ImageName,
 }
-request!(VerifyImage: "image.verify", List, Progress => Verified);
+request!(VerifyImage: "image.verify", Read, Progress => Verified);
 
 /// Indexes an image file on the site's machine so that its blocks can be reused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +67,19 @@ pub struct RemoveImage {
     pub name: ImageName,
 }
 request!(RemoveImage: "image.remove", Manage, () => ());
+
+/// Shares an image with another peer of its site, which may then replace it and write to it; its owner, or the site's
+/// user, may.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShareImage {
+    /// Name of the image.
+    pub name: ImageName,
+    /// The other peer, by its name at the site.
+    pub with: String,
+    /// Whether to share it; else it is no longer shared.
+    pub share: bool,
+}
+request!(ShareImage: "image.share", List, () => ());
 
 /// Lists the unfinished transfers, in pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,6 +1,7 @@
 //! The sessions that drive the roles over real connections: threads for disk and CPU work, tasks for sockets, bounded
 //! queues between them.
 
+mod activity;
 mod destination;
 mod literals_in;
 mod literals_out;

@@ -9,6 +9,7 @@ mod recover;
 mod shared;
 mod sources;
 mod status;
+mod supplies;
 mod unfinished;
 
 use std::collections::{HashMap, HashSet};
@@ -18,10 +19,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{Digest, ImageName};
 use drover_index::ImageId;
-use drover_net::Code;
+use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::Disk;
 use drover_store::sequences::Sequences;
-use drover_store::{Catalog, ImageRecord, Images};
+use drover_store::{Catalog, ImageRecord, Images, MAX_SHARED};
 use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
@@ -32,9 +33,11 @@ use crate::protocol::Delivered;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent};
 
+pub use adopt::Origin;
 pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
 pub use status::{SiteStatus, TransferStatus};
+pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
 
 /// Directories and limits of a site.
 #[derive(Debug, Clone)]
@@ -50,10 +53,12 @@ pub struct SiteConfig {
     pub teleporter: Option<RemoteTeleporter>,
     /// Bytes of the file system to keep free.
     pub reserve_bytes: u64,
-    /// Maximum number of concurrent sessions.
-    pub max_sessions: usize,
+    /// What its sessions take from. Sites of one process should have the same.
+    pub supplies: Supplies,
     /// Size limit of the sequence cache's data in bytes; at least one segment (1.3 MiB) is used.
     pub sequence_data_bytes: u64,
+    /// Permissions of delivered images.
+    pub image_mode: u32,
     /// The disk that holds `work_dir`.
     pub disk: Arc<dyn Disk>,
 }
@@ -104,11 +109,15 @@ pub struct Site {
     /// Number of trims begun so far; locked during each step of a trim.
     trimmings: Mutex<u64>,
     holds: RwLock<Option<Arc<Holder>>>,
+    quota: RwLock<Option<Arc<Quota>>>,
 }
 
 /// Returns why an image must not change, for example `web is mounted by lyon`; `None` when it may be replaced or
 /// removed.
 pub type Holder = dyn Fn(&ImageName) -> Option<String> + Send + Sync;
+
+/// Fails if a peer may not deliver so many more bytes as an image of that name.
+pub type Quota = dyn Fn(&PeerKey, &ImageName, u64) -> Result<(), Refusal> + Send + Sync;
 
 impl Site {
     /// The directory of a transfer.
@@ -161,6 +170,24 @@ impl Site {
         let record = self.find(name)?;
         let found = crate::walk::digest_file(&record.path, progress)?;
         Ok((record.digest, found))
+    }
+
+    /// Installs `quota`, which is called before an image is accepted. Replaces the previous one.
+    pub fn limit_by(&self, quota: Arc<Quota>) {
+        *self.quota.write() = Some(quota);
+    }
+
+    /// Fails if the peer may not deliver so many more bytes.
+    pub(crate) fn check_quota(
+        &self,
+        peer: &PeerKey,
+        name: &ImageName,
+        bytes: u64,
+    ) -> Result<(), TeleportError> {
+        // Clone it first: the callback may be slow.
+        let quota = self.quota.read().clone();
+        let allowed = quota.map_or(Ok(()), |quota| quota(peer, name, bytes));
+        allowed.map_err(|refusal| TeleportError::refused(refusal.code, refusal.message))
     }
 
     /// Installs `holder`, which is called before an image is replaced or removed. Replaces the previous one.
@@ -218,6 +245,24 @@ impl Site {
         self.images_went.store(true, Ordering::Relaxed);
         self.wake_copier();
         Ok(record)
+    }
+
+    /// Lets a peer replace an image and write to it, or no longer.
+    ///
+    /// # Errors
+    /// When there is no such image, it is shared with too many, or the catalog fails.
+    pub fn share(&self, name: &ImageName, peer: PeerKey, share: bool) -> Result<(), TeleportError> {
+        let mut record = self.find(name)?;
+        record.shared.retain(|key| *key != peer);
+        if share {
+            record.shared.push(peer);
+        }
+        if record.shared.len() > MAX_SHARED {
+            let text = format!("{name} is shared with {MAX_SHARED} peers already");
+            return Err(TeleportError::refused(Code::Denied, text));
+        }
+        self.images.put(&record)?;
+        Ok(())
     }
 
     /// All images, sorted by name.

@@ -10,7 +10,7 @@ use drover_core::{Digest, ImageName, put_varint};
 use drover_image::Layout;
 use drover_index::{ImageId, Plan};
 use drover_net::PeerKey;
-use drover_storage::{Disk, SyncedFile, sync_parent};
+use drover_storage::{Disk, SyncedFile, create_private, make_private_dir, sync_parent};
 use drover_store::{DataBits, layout_limits};
 use serde::{Deserialize, Serialize};
 
@@ -114,15 +114,9 @@ impl Transfer {
         encoded_layout: &[u8],
         disk: &Arc<dyn Disk>,
     ) -> Result<Self, TeleportError> {
-        std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+        make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
         let part_path = dir.join("image.part");
-        let part = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(&part_path)
-            .map_err(TeleportError::file("create", &part_path))?;
+        let part = create_private(&part_path).map_err(TeleportError::file("create", &part_path))?;
         part.set_len(opening.offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
         let log = new_log(&dir.join("log"), &opening, encoded_layout, disk)?;
@@ -289,7 +283,7 @@ impl Transfer {
     /// When that cannot be written.
     pub fn mark_rested(&self) -> Result<(), TeleportError> {
         let mark = self.dir.join(RESTED);
-        File::create(&mark).map_err(TeleportError::file("create", &mark))?;
+        create_private(&mark).map_err(TeleportError::file("create", &mark))?;
         Ok(())
     }
 

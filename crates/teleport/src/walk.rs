@@ -262,7 +262,6 @@ mod tests {
             format: Format::Raw,
             virtual_size: len,
             notes: vec![],
-            companions: vec![],
             stamps: vec![],
         };
         let (mut walk, mut scanner) = (Walk::new(&image), Scanner::new());

@@ -11,18 +11,19 @@
 //! Readers see the old file with its changes before step 2 and the new file afterwards: the same bytes. A crash before
 //! step 1 leaves the image as it was; after a later crash, [`super::recover()`] finishes the merge.
 
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
 use drover_image::Format;
 use drover_mount::server::Claim;
-use drover_net::Code;
+use drover_net::{Code, DEFAULT_DOMAIN};
+use drover_storage::create_private;
 use drover_store::lease::{MERGE_NOTE, MountId};
 use drover_store::{ImageRecord, changes};
-use drover_teleport::TeleportError;
+use drover_teleport::{Origin, TeleportError};
 use serde::{Deserialize, Serialize};
 
 use super::decided::Decided;
@@ -130,9 +131,12 @@ pub fn merge(
     }
     turn.make()?;
     let mount = MountId::random();
-    let claim = here
-        .server
-        .claim(name, mounts::own(here.key), mount, MERGE_NOTE);
+    let claim = here.server.claim(
+        name,
+        mounts::own(here.key, DEFAULT_DOMAIN),
+        mount,
+        MERGE_NOTE,
+    );
     let claim = claim.inspect_err(|_| turn.tidy())?;
     crash("claimed");
     let made = Making {
@@ -176,6 +180,7 @@ fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
                 "an image called {rename} exists already; choose another name"
             )));
         }
+        here.site.check_unknown_file(rename)?;
         return Ok(to);
     }
     if own != Some(to) {
@@ -298,16 +303,15 @@ impl Making<'_> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<()> {
         let create = || -> Result<File> {
-            let file = File::options()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .open(path)
+            let file = create_private(path)
                 .with_context(|| format!("cannot create {}", path.display()))?;
-            let about = fs::metadata(&self.record.path)
-                .with_context(|| format!("cannot read {}", self.record.path.display()))?;
-            file.set_permissions(about.permissions())
+            let permissions = match self.order.rename {
+                Some(_) => Permissions::from_mode(self.here.site.image_mode()),
+                None => fs::metadata(&self.record.path)
+                    .with_context(|| format!("cannot read {}", self.record.path.display()))?
+                    .permissions(),
+            };
+            file.set_permissions(permissions)
                 .with_context(|| format!("cannot create {}", path.display()))?;
             Ok(file)
         };
@@ -336,10 +340,11 @@ impl Making<'_> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<ImageRecord> {
         let rename = self.order.rename.as_ref();
-        let (name, from) = match rename {
-            Some(rename) => (rename, ""),
-            None => (&self.order.name, self.record.from.as_str()),
+        let (name, from, owner) = match rename {
+            Some(rename) => (rename, "", None),
+            None => (&self.order.name, &*self.record.from, self.record.owner),
         };
+        let origin = Origin { from, owner };
         let size = merged.size_bytes;
         let mut report = |done: u64, total: u64| {
             progress(size + size * done / total.max(1), size * 2);
@@ -348,7 +353,7 @@ impl Making<'_> {
                 false => Ok(()),
             }
         };
-        let prepared = match self.here.site.prepare(path, name, from, &mut report) {
+        let prepared = match self.here.site.prepare(path, name, origin, &mut report) {
             Err(TeleportError::Stopped) => return self.stopped().map(|()| self.record.clone()),
             other => other?,
         };

@@ -8,7 +8,7 @@ use drover_core::ImageName;
 use drover_net::PeerKey;
 use drover_store::SiteCatalog;
 use drover_store::lease::{MERGE_NOTE, MountId};
-use drover_teleport::{Site, TeleportError};
+use drover_teleport::{Origin, Site, TeleportError};
 
 use super::decided::Decided;
 use super::turn::{Here, PART, Turn, crash, hold};
@@ -133,9 +133,13 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         true => Err(TeleportError::Stopped),
         false => Ok(()),
     };
+    let origin = Origin {
+        from: &decided.from,
+        owner: record.owner,
+    };
     let prepared = here
         .site
-        .prepare(from, name, &decided.from, &mut ends)
+        .prepare(from, name, origin, &mut ends)
         .with_context(|| format!("cannot read {}", from.display()))?;
     if prepared.digest != decided.new {
         here.site.forget_prepared(&prepared);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use drover_core::ImageName;
 use drover_mount::server::Server;
 use drover_net::PeerKey;
-use drover_storage::sync_parent;
+use drover_storage::{make_private_dir, sync_parent};
 use drover_store::SiteCatalog;
 use drover_teleport::Site;
 use parking_lot::Mutex;
@@ -81,7 +81,7 @@ impl Turn {
     /// # Errors
     /// When it cannot be created.
     pub fn make(&self) -> Result<()> {
-        let made = fs::create_dir_all(&self.0)
+        let made = make_private_dir(&self.0)
             .and_then(|()| sync_parent(&self.0))
             .and_then(|()| self.0.parent().map_or(Ok(()), sync_parent));
         made.with_context(|| format!("cannot create {}", self.0.display()))

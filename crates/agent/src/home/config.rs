@@ -19,6 +19,9 @@ pub const DEFAULT_LISTEN: &str = "0.0.0.0:7377";
 /// Default for how long unfinished transfers are kept.
 const KEEP_UNFINISHED: Duration = Duration::from_secs(7 * 24 * 3600);
 
+/// Default permissions of delivered images.
+const IMAGE_MODE: u32 = 0o600;
+
 /// The settings of `config.toml`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -49,6 +52,9 @@ pub struct Config {
     pub sequence_data: Option<u64>,
     /// Upper bound on concurrent incoming sessions.
     pub max_sessions: Option<usize>,
+    /// Permissions of delivered images, as in `"0640"`.
+    #[serde(default, deserialize_with = "mode")]
+    image_mode: Option<u32>,
     /// How long unfinished transfers are kept, as in `"7d"`, or `"forever"`.
     #[serde(default, deserialize_with = "age")]
     keep_unfinished: Option<Age>,
@@ -152,6 +158,11 @@ impl Config {
         }
     }
 
+    /// Permissions of delivered images.
+    pub fn image_mode(&self) -> u32 {
+        self.image_mode.unwrap_or(IMAGE_MODE)
+    }
+
     /// The listen address.
     pub fn listen(&self) -> SocketAddr {
         self.listen
@@ -178,6 +189,17 @@ fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
 
 fn address<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D::Error> {
     parsed(d, text::parse_address)
+}
+
+fn mode<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
+    parsed(d, |text| {
+        // The site must read and write its images; nobody executes them, and not everybody may change them.
+        let allowed = |mode: &u32| mode & 0o600 == 0o600 && mode & !0o664 == 0;
+        let mode = u32::from_str_radix(text, 8).ok().filter(allowed);
+        mode.ok_or_else(|| {
+            format!("{text:?} is not a mode for images: use \"0600\", \"0640\", \"0660\", \"0644\" or \"0664\"")
+        })
+    })
 }
 
 fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
@@ -225,6 +247,7 @@ mod tests {
         assert_eq!(config.sequence_data, Some(32 << 30));
         let month = Duration::from_secs(30 * 24 * 3600);
         assert_eq!(config.keep_unfinished(), Some(month));
+        assert_eq!(config.image_mode(), 0o640);
         assert!(config.teleporter.is_some() && config.metrics_listen.is_some());
         assert!(
             config.max_sessions.is_some()
@@ -251,6 +274,14 @@ mod tests {
             ),
             ("metrics-listen = \":1\"", "(metrics-listen): "),
             ("keep-unfinished = \"soon\"", "is not a duration"),
+            (
+                "image-mode = \"0777\"",
+                "(image-mode): \"0777\" is not a mode for images",
+            ),
+            ("image-mode = \"0666\"", "is not a mode"),
+            ("image-mode = \"0440\"", "is not a mode"),
+            ("image-mode = \"04600\"", "is not a mode"),
+            ("image-mode = 640", "invalid type"),
         ] {
             let e = load(line).unwrap_err().to_string();
             assert!(e.contains(says), "{e}");
@@ -283,5 +314,6 @@ mod tests {
         assert_eq!(config.images, Some("/srv/\"odd\"".into()));
         assert_eq!(config.listen().port(), 9);
         assert!(config.limit.is_none());
+        assert_eq!(config.image_mode(), 0o600);
     }
 }

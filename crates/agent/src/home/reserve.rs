@@ -49,7 +49,7 @@ const FULL: u64 = 1 << 20;
 impl Home {
     /// Path of the reserve.
     pub fn reserve_path(&self) -> PathBuf {
-        self.dir.join("reserve")
+        self.site_dir().join("reserve")
     }
 
     /// Creates the reserve, or refills it as far as there is space, unless a cleanup has part of it released. A
@@ -58,7 +58,7 @@ impl Home {
     /// # Errors
     /// When the file cannot be written; a full disk is not an error.
     pub fn keep_reserve(&self) -> io::Result<()> {
-        if !self.dir.join("identity.key").is_file() {
+        if !self.site_dir().join("identity.key").is_file() {
             return Ok(());
         }
         let path = self.reserve_path();

@@ -152,7 +152,7 @@ mod tests {
         let mut services = Services::new(Refusal::new(Code::Unsupported, "unsupported"));
         services.handle::<StopHow>(Busy);
         services.handle::<GetStatus>(Refusal::new(Code::Failed, "no"));
-        let peer = crate::mounts::own(Identity::generate().key());
+        let peer = crate::mounts::own(Identity::generate().key(), "default");
         listen(&path, peer, services).unwrap();
         let mut reported = Vec::new();
         let how = StopHow {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_net::service::{Exchange, Handler, Services};
-use drover_net::{Code, Peer, Refusal};
+use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
@@ -98,7 +98,7 @@ pub async fn keep(
     services.handle::<StopHow>(Requests(Arc::clone(&daemon)));
     let announced = home
         .identity()
-        .and_then(|own| control::listen(&socket, super::own(own.key()), services))
+        .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
         .and_then(|()| ready(&lines));
     if let Err(e) = announced {
         // The caller was not notified and cannot unmount it: shut down as on a signal.

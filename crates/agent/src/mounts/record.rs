@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_device::synced::CacheContents;
-use drover_storage::{Directory, HostDirectory, atomic_replace};
+use drover_storage::{Directory, HostDirectory, atomic_replace, open_private};
 use serde::{Deserialize, Serialize};
 
 use super::target::{Listen, Prefetch, Target};
@@ -355,12 +355,8 @@ impl Place {
     pub fn keep(&self) -> Result<Option<Kept>> {
         make_dir(&self.dir)?;
         let path = self.lock();
-        let file = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
-            .with_context(|| format!("cannot open {}", path.display()))?;
+        let file =
+            open_private(&path).with_context(|| format!("cannot open {}", path.display()))?;
         let began = Instant::now();
         loop {
             match file.try_lock() {

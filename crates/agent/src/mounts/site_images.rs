@@ -1,22 +1,25 @@
 //! This site's images as block devices, for mounts of other sites and of this site.
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::{Digest, ImageName};
 use drover_device::backend::ImageDevice;
-use drover_image::{Stamp, VirtualDisk};
+use drover_image::{ImageError, Known, Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::server::{Base, Config, Images, Server};
 use drover_net::service::IncomingCall;
-use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Rights, connect_unix};
-use drover_store::{Catalog, ImageRecord, SiteCatalog};
+use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
+use drover_store::lease::Access;
+use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
 use crate::error::{Result, bail};
 use crate::home::Home;
+use crate::quota::Quotas;
 use crate::remote::SocketPath;
-use crate::{remote, site};
+use crate::{remote, rights, site};
 
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
@@ -29,6 +32,9 @@ pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
             catalog: Arc::clone(catalog),
+            quotas: Quotas::new(home, catalog)?,
+            own: home.identity()?.key(),
+            images: home.images_dir(),
             site: home.name(),
         }),
         state: home.mounted_dir(),
@@ -39,6 +45,11 @@ pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server
 /// The images of a catalog.
 struct SiteImages {
     catalog: Arc<SiteCatalog>,
+    quotas: Quotas,
+    /// This site's key.
+    own: PeerKey,
+    /// The directory for delivered images.
+    images: PathBuf,
     site: String,
 }
 
@@ -61,18 +72,94 @@ impl SiteImages {
         }
         Ok(record)
     }
+
+    /// The record of the image whose file is at `path`, also by another way there.
+    fn record_at(&self, path: &Path) -> Result<Option<ImageRecord>, CatalogError> {
+        let Ok(real) = path.canonicalize() else {
+            return Ok(None);
+        };
+        let name = real.file_name().and_then(OsStr::to_str);
+        let Some(name) = name.and_then(|name| ImageName::new(name).ok()) else {
+            return Ok(None);
+        };
+        let record = self.catalog.by_name(&name)?;
+        Ok(record.filter(|record| record.path.canonicalize().is_ok_and(|path| path == real)))
+    }
+}
+
+impl Known for SiteImages {
+    fn is_foreign(&self, image: &Path) -> bool {
+        match self.record_at(image) {
+            // What was indexed elsewhere is the administrator's, who was told what it is read from.
+            Ok(Some(record)) => !record.external,
+            Ok(None) => match (image.canonicalize(), self.images.canonicalize()) {
+                (Ok(image), Ok(images)) => image.starts_with(images),
+                _ => true,
+            },
+            Err(_) => true,
+        }
+    }
+
+    /// Only images of this site. Every other condition on what an image may be read from belongs here.
+    fn part(&self, path: &Path) -> Result<Option<Stamp>, String> {
+        match self.record_at(path) {
+            Ok(Some(record)) => Ok(record.stamp),
+            Ok(None) => Err("is not an image of this site".into()),
+            Err(e) => Err(format!("cannot be looked up: {e}")),
+        }
+    }
+}
+
+/// The refusal for an image that cannot be opened, without paths of this host.
+fn unreadable(name: &ImageName, error: ImageError) -> Refusal {
+    let (file, error) = match error {
+        ImageError::In { path, source } => (path.file_name().map(OsStr::to_owned), *source),
+        error => (None, error),
+    };
+    let code = match error {
+        ImageError::NotFollowed { .. } | ImageError::OutsideDirectory { .. } => Code::Denied,
+        _ => Code::Unavailable,
+    };
+    let file = file.filter(|file| file.to_str() != Some(name.as_str()));
+    let file = file.map_or_else(String::new, |file| format!("{}: ", file.to_string_lossy()));
+    Refusal::new(code, format!("{name}: {file}{error}"))
 }
 
 impl Images for SiteImages {
+    fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal> {
+        if access == Access::ReadOnly {
+            return Ok(());
+        }
+        rights::must_have(peer, Right::Write, &self.site)?;
+        match self.record(name)? {
+            record if record.may_be_changed_by(&peer.key, peer.rights) => Ok(()),
+            _ => {
+                let text = format!(
+                    "{name} belongs to another peer of {}: it can only be mounted read-only",
+                    self.site
+                );
+                Err(Refusal::new(Code::Denied, text))
+            }
+        }
+    }
+
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
         let record = self.record(name)?;
-        let unreadable =
-            |e: &dyn std::fmt::Display| Refusal::new(Code::Unavailable, format!("{name}: {e}"));
-        let disk = VirtualDisk::open(&record.path).map_err(|e| unreadable(&e))?;
+        let disk = VirtualDisk::open_known(&record.path, self);
+        let disk = disk.map_err(|e| unreadable(name, e))?;
         Ok(Base {
             device: Arc::new(ImageDevice::new(disk)),
             digest: record.digest,
         })
+    }
+
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal> {
+        // The site's own user decides about its disks.
+        if *peer == self.own {
+            return Ok(());
+        }
+        self.quotas.keep_free(bytes)?;
+        self.quotas.take(peer, None, bytes)
     }
 
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
@@ -92,11 +179,12 @@ fn was_changed(record: &ImageRecord) -> bool {
 const OWN_NAME: &str = "the site itself";
 
 /// The peer as which this site mounts its own images.
-pub fn own(key: PeerKey) -> Peer {
+pub fn own(key: PeerKey, domain: &str) -> Peer {
     Peer {
         key,
         name: OWN_NAME.into(),
         rights: Rights::OWNER,
+        domain: domain.to_owned(),
     }
 }
 
@@ -131,7 +219,7 @@ impl OwnConnector {
         let catalog = Arc::new(site::open_catalog(home)?);
         Ok(OwnConnector::Inside {
             server: site_server(home, &catalog)?,
-            peer: own(home.identity()?.key()),
+            peer: own(home.identity()?.key(), home.domain_name()),
             stop: watch::Sender::new(false),
         })
     }

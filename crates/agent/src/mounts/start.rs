@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,7 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
     let log = File::options()
         .create(true)
         .append(true)
+        .mode(0o600)
         .open(place.log())
         .with_context(|| format!("cannot open {}", place.log().display()))?;
     let program = std::env::current_exe().context("cannot find the path of this program")?;

@@ -9,7 +9,7 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::jobs;
 use super::server::OfSite;
 use crate::changes::{
-    self, DropChanges, Dropped, Here, ImageChanges, ListChanges, Merged, Order, drop_at, on_disk,
+    self, DropChanges, Dropped, ImageChanges, ListChanges, Merged, Order, drop_at, on_disk,
 };
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
@@ -21,7 +21,7 @@ impl Handler<ListChanges> for OfSite {
         _: ListChanges,
         _: &mut Exchange<'_, ListChanges>,
     ) -> Result<Vec<ImageChanges>, Refusal> {
-        let home = self.server.home.clone();
+        let home = self.domain.home.clone();
         let list = tokio::task::spawn_blocking(move || on_disk(&home)).await;
         list.map_err(failed)?.map_err(failed)
     }
@@ -34,7 +34,7 @@ impl Handler<DropChanges> for OfSite {
         DropChanges { name, earlier }: DropChanges,
         _: &mut Exchange<'_, DropChanges>,
     ) -> Result<Dropped, Refusal> {
-        let (home, devices) = (self.server.home.clone(), Arc::clone(&self.devices));
+        let (home, devices) = (self.domain.home.clone(), Arc::clone(&self.domain.devices));
         let dropped = tokio::task::spawn_blocking(move || {
             CleanUp::of(&home).run(|| drop_at(&devices, &name, earlier))
         });
@@ -59,12 +59,7 @@ impl Handler<Order> for OfSite {
         order: Order,
         exchange: &mut Exchange<'_, Order>,
     ) -> Result<Merged, Refusal> {
-        let here = Here {
-            site: Arc::clone(&self.site),
-            server: Arc::clone(&self.devices),
-            state: self.server.home.mounted_dir(),
-            key: self.server.identity.key(),
-        };
+        let here = self.domain.here(self.server.identity.key());
         let stop = Arc::new(AtomicBool::new(false));
         let _stop = StopWhenDropped(Arc::clone(&stop));
         let job = move |progress: &mut dyn FnMut(u64, u64)| {

@@ -1,105 +1,144 @@
 //! Handles one connection: handshake, authorization, and its one request.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use drover_net::service::{IncomingCall, Peer, Services};
-use drover_net::{Code, Connection, PeerKey, Pending, Refusal, Rights, Role, greet};
+use drover_net::{
+    Code, Connection, NetError, PeerKey, Pending, Refusal, Right, Rights, Role, Slot, greet,
+};
 use tracing::Instrument;
 
-use super::admission::{Place, StrangerPlace};
 use super::server::{Server, quoted};
 use super::sessions::Open;
 use crate::error::{Error, Result, one_line};
+use crate::rights::must_have;
 use crate::signals::stopped;
 
 /// Timeout for a peer that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
 
 /// Serves a peer's connection; errors close it and are logged.
-pub async fn with_peer(
-    server: Arc<Server>,
-    services: Arc<Services>,
-    pending: Pending,
-    place: Place,
-    stranger: StrangerPlace,
-) {
+pub async fn with_peer(server: Arc<Server>, services: Arc<Services>, pending: Pending) {
     let remote = pending.remote();
     let _open = Open::count(&server.metrics.connections_open);
-    let connection = match pending.handshake().await {
-        Ok(connection) => connection,
+    let (connection, slot) = match pending.authenticate().await {
+        Ok(authenticated) => authenticated,
         Err(e) => {
-            server.metrics.rejected_handshake.fetch_add(1, Relaxed);
-            tracing::info!(%remote, "{}", quoted(&e.to_string()));
+            let metrics = &server.metrics;
+            let counter = match e {
+                NetError::Displaced { .. } => &metrics.rejected_limit,
+                _ => &metrics.rejected_handshake,
+            };
+            counter.fetch_add(1, Relaxed);
+            if server.strangers.is_first(remote.ip()) {
+                tracing::info!(%remote, "{}", quoted(&e.to_string()));
+            }
             return;
         }
     };
     let wire = connection.wire();
     let Some(key) = connection.peer() else { return };
     let span = tracing::info_span!("peer", %remote, name = tracing::field::Empty);
-    let outcome = talk(&server, &services, key, connection, stranger)
+    let mut known = false;
+    let outcome = talk(&server, &services, key, connection, slot, &mut known)
         .instrument(span)
         .await;
     let metrics = &server.metrics;
     metrics.wire_sent.fetch_add(wire.sent(), Relaxed);
     metrics.wire_received.fetch_add(wire.received(), Relaxed);
-    if let Err(e) = outcome {
+    if let Err(e) = outcome
+        && (known || server.strangers.is_first(remote.ip()))
+    {
         tracing::info!(%remote, peer = key.short(), "{}", one_line(&e));
     }
-    drop(place);
 }
 
+/// Admits the connection and serves its call. A peer's connection has a place among those of its key; any other keeps
+/// its slot, which is taken away at a deadline or for a newer connection.
 async fn talk(
     server: &Arc<Server>,
     services: &Services,
     key: PeerKey,
     connection: Connection,
-    stranger: StrangerPlace,
+    slot: Slot,
+    is_known: &mut bool,
 ) -> Result<()> {
+    let found = slot.hold("its admission", known(server, key)).await??;
+    *is_known = found.is_some();
+    let place = is_known.then(|| server.places.try_take(key, 1)).flatten();
+    if place.is_some() {
+        slot.release();
+    }
+    let peer = found.unwrap_or_else(|| Peer {
+        key,
+        name: key.short(),
+        rights: Rights::STRANGER,
+        domain: String::new(),
+    });
     let mut stop = server.stop.clone();
-    let call = tokio::select! {
-        call = hear(server, connection) => call?,
+    let mut call = tokio::select! {
+        call = slot.hold("its request", hear(server, connection)) => call??,
         () = stopped(&mut stop) => return Ok(()),
     };
-    let known = {
-        let catalog = Arc::clone(&server.catalog);
-        tokio::task::spawn_blocking(move || catalog.peer_by_key(&key)).await??
-    };
-    let peer = match known {
-        Some(known) => Peer {
-            key,
-            name: known.name,
-            rights: Rights::PEER,
-        },
-        None => Peer {
-            key,
-            name: key.short(),
-            rights: Rights::STRANGER,
-        },
-    };
+    let right = services.right(&call.service);
     let serve = |peer, call| async { services.serve(peer, call).await.map_err(Error::msg) };
-    if services.allow(Rights::STRANGER, &call.service) {
-        return serve(peer, call).await;
+    if !*is_known && right == Some(Right::Pair) {
+        return slot.hold("its reply", serve(peer, call)).await?;
     }
-    if peer.rights == Rights::STRANGER {
+    if !*is_known {
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
-        tracing::warn!(peer = key.short(), "refused a key that is not trusted");
+        if let Ok(from) = call.reader.peer_text().parse::<SocketAddr>()
+            && server.strangers.is_first(from.ip())
+        {
+            tracing::warn!(peer = key.short(), "refused a key that is not trusted");
+        }
         // The peer adds the name under which it knows this site, which may be another.
         let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair` here";
-        return Ok(call.refuse(&Refusal::new(Code::Untrusted, text)).await?);
+        let refusal = Refusal::new(Code::Untrusted, text);
+        return Ok(slot.hold("its reply", call.refuse(&refusal)).await??);
     }
-    let Some(_place) = server.admission.trust(key) else {
+    let Some(_place) = place else {
         server.metrics.rejected_limit.fetch_add(1, Relaxed);
         let text = format!(
             "too many connections from your site to {} are open; wait until some are closed",
             server.name
         );
-        return Ok(call.refuse(&Refusal::new(Code::Denied, text)).await?);
+        let refusal = Refusal::new(Code::Denied, text);
+        return Ok(slot.hold("its reply", call.refuse(&refusal)).await??);
     };
-    drop(stranger);
+    drop(slot);
     tracing::Span::current().record("name", &peer.name);
+    let Some(right) = right else {
+        return serve(peer, call).await;
+    };
+    if let Err(refusal) = must_have(&peer, right, &server.name) {
+        server.metrics.rejected_trust.fetch_add(1, Relaxed);
+        tracing::warn!(service = call.service, "refused: it has no right to it");
+        return Ok(call.refuse(&refusal).await?);
+    }
+    let (_trusted, stop) = server.trust.enter(&peer, right);
+    // What changes from here on stops it; what has changed meanwhile did not.
+    if known(server, key).await?.as_ref() != Some(&peer) {
+        let text = "what your site may do has just been changed; try again";
+        return Ok(call.refuse(&Refusal::new(Code::Unavailable, text)).await?);
+    }
+    call.stop = stop;
     serve(peer, call).await
+}
+
+/// The peer with this key, as the catalog has it now.
+async fn known(server: &Arc<Server>, key: PeerKey) -> Result<Option<Peer>> {
+    let catalog = Arc::clone(&server.catalog);
+    let found = tokio::task::spawn_blocking(move || catalog.peer_by_key(&key)).await??;
+    Ok(found.map(|found| Peer {
+        key,
+        name: found.name,
+        rights: found.grant.rights.of_peer(),
+        domain: found.grant.domain,
+    }))
 }
 
 /// Exchanges hellos and reads the request.
@@ -113,12 +152,21 @@ async fn hear(server: &Server, connection: Connection) -> Result<IncomingCall> {
     Ok(IncomingCall::receive_after_hello(reader, writer, server.stop.clone()).await?)
 }
 
-/// Serves a local connection: access to the home's socket permits every request that is not for peers only.
-pub async fn with_owner(server: Arc<Server>, services: Arc<Services>, connection: Connection) {
-    let peer = crate::mounts::own(server.identity.key());
+/// Serves a local connection to a domain: access to its socket permits every request that is not for peers only.
+pub async fn with_owner(
+    server: Arc<Server>,
+    services: Arc<Services>,
+    connection: Connection,
+    domain: String,
+) {
+    let peer = crate::mounts::own(server.identity.key(), &domain);
     let served = async {
         let call = IncomingCall::receive(connection, server.stop.clone()).await?;
-        services.serve(peer, call).await
+        let right = services.right(&call.service);
+        match right.map_or(Ok(()), |right| must_have(&peer, right, &server.name)) {
+            Ok(()) => services.serve(peer, call).await,
+            Err(refusal) => Ok(call.refuse(&refusal).await?),
+        }
     };
     if let Err(e) = served.await {
         tracing::debug!("local caller: {}", one_line(&Error::msg(e)));

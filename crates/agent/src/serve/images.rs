@@ -6,16 +6,17 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::ImageName;
 use drover_net::service::{Exchange, Handler, Peer};
-use drover_net::{Code, Refusal};
+use drover_net::{Code, Refusal, Right};
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, RemoveImage, Verified, VerifyImage,
+    ImageInfo, IndexImage, ListImages, RemoveImage, ShareImage, Verified, VerifyImage,
 };
 
 use super::jobs;
 use super::server::OfSite;
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
+use crate::mounts::break_at;
 
 /// Images per message of a list.
 const IMAGES_AT_ONCE: usize = 256;
@@ -27,7 +28,7 @@ impl Handler<ListImages> for OfSite {
         _: ListImages,
         exchange: &mut Exchange<'_, ListImages>,
     ) -> Result<(), Refusal> {
-        let catalog = Arc::clone(&self.server.catalog);
+        let catalog = Arc::clone(&self.domain.catalog);
         let records = tokio::task::spawn_blocking(move || catalog.images()).await;
         let records = records.map_err(failed)?.map_err(failed)?;
         let infos: Vec<ImageInfo> = records.into_iter().map(crate::images::info).collect();
@@ -41,7 +42,7 @@ impl Handler<ListImages> for OfSite {
 impl OfSite {
     /// The record of the image of that name; refuses when there is none.
     async fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
-        let (catalog, wanted) = (Arc::clone(&self.server.catalog), name.clone());
+        let (catalog, wanted) = (Arc::clone(&self.domain.catalog), name.clone());
         let record = tokio::task::spawn_blocking(move || catalog.by_name(&wanted)).await;
         let record = record.map_err(failed)?.map_err(failed)?;
         record.ok_or_else(|| {
@@ -59,7 +60,7 @@ impl Handler<VerifyImage> for OfSite {
         exchange: &mut Exchange<'_, VerifyImage>,
     ) -> Result<Verified, Refusal> {
         self.record(&name).await?;
-        let (site, of) = (Arc::clone(&self.site), name.clone());
+        let (site, of) = (Arc::clone(&self.domain.site), name.clone());
         let job = move |progress: &mut dyn FnMut(u64, u64)| site.verify(&of, progress);
         let checked = jobs::run(&self.server, exchange, job).await;
         let (expected, found) = checked.map_err(failed)??;
@@ -85,10 +86,47 @@ impl Handler<IndexImage> for OfSite {
         if !path.is_absolute() {
             return Err(Refusal::new(Code::Failed, "the path must be absolute"));
         }
-        let site = Arc::clone(&self.site);
+        let site = Arc::clone(&self.domain.site);
         let job = move |progress: &mut dyn FnMut(u64, u64)| site.index_image(&path, progress);
         let indexed = jobs::run(&self.server, exchange, job).await;
         Ok(indexed.map_err(failed)??.name)
+    }
+}
+
+impl Handler<ShareImage> for OfSite {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        ShareImage { name, with, share }: ShareImage,
+        _: &mut Exchange<'_, ShareImage>,
+    ) -> Result<(), Refusal> {
+        let record = self.record(&name).await?;
+        if !peer.rights.has(Right::Admin) && record.owner != Some(peer.key) {
+            let text = format!("{name} is not an image that your site has sent");
+            return Err(Refusal::new(Code::Denied, text));
+        }
+        let (server, domain) = (Arc::clone(&self.server), Arc::clone(&self.domain));
+        let (of, its) = (name.clone(), peer.domain.clone());
+        let shared = tokio::task::spawn_blocking(move || {
+            let other = server.catalog.peer(&with).map_err(failed)?;
+            let other = other
+                .filter(|other| other.grant.domain == its)
+                .ok_or_else(|| {
+                    let text = format!("{} has no peer called {with}", server.name);
+                    Refusal::new(Code::NotFound, text)
+                })?;
+            domain.site.share(&of, other.key, share)?;
+            Ok::<_, Refusal>(other.key)
+        });
+        let other = shared.await.map_err(failed)??;
+        let leased = self.domain.devices.leased(&name).map_err(failed)?;
+        let holder = leased.and_then(|leased| leased.holder);
+        if !share && holder.is_some_and(|holder| holder.peer == other.0) {
+            break_at(&self.domain.devices, &name)
+                .await
+                .map_err(failed)?;
+        }
+        Ok(())
     }
 }
 
@@ -100,7 +138,7 @@ impl Handler<RemoveImage> for OfSite {
         _: &mut Exchange<'_, RemoveImage>,
     ) -> Result<(), Refusal> {
         self.record(&name).await?;
-        let (site, home) = (Arc::clone(&self.site), self.server.home.clone());
+        let (site, home) = (Arc::clone(&self.domain.site), self.domain.home.clone());
         let remove = move || CleanUp::of(&home).run(|| Ok(site.remove(&name)?));
         let removed = tokio::task::spawn_blocking(remove).await;
         removed.map_err(failed)?.map(drop).map_err(refusal_of)

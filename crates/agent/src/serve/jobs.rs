@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use drover_net::service::{Exchange, Request};
+use drover_net::{PeerKey, ShareLimits, Shares};
 use drover_teleport::services::Progress;
 
 use super::server::Server;
@@ -14,7 +15,19 @@ use crate::signals::stopped;
 /// Interval of progress reports, which also keep the connection alive.
 const REPORT_EVERY: Duration = Duration::from_millis(250);
 
-/// Runs `job` on its own thread once a permit is free, and reports its progress to the caller.
+/// Upper bound on concurrent long jobs (verify, index), but each caller may have one.
+const MAX_JOBS: u64 = 2;
+
+/// The places for long jobs.
+pub fn places() -> Shares<PeerKey> {
+    Shares::new(ShareLimits {
+        all: MAX_JOBS,
+        one: MAX_JOBS,
+        sure: 1,
+    })
+}
+
+/// Runs `job` on its own thread once a place is free, and reports its progress to the caller.
 ///
 /// # Errors
 /// When the caller disconnects or the site stops; the job is abandoned then.
@@ -25,9 +38,9 @@ pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
 ) -> Result<T> {
     let done = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
     let seen = Arc::clone(&done);
-    let jobs = Arc::clone(&server.jobs);
+    let (jobs, caller) = (server.jobs.clone(), exchange.caller());
     let work = async move {
-        let place = jobs.acquire_owned().await?;
+        let place = jobs.take(caller, 1).await;
         let out = tokio::task::spawn_blocking(move || {
             let _place = place;
             job(&mut |now, total| {

@@ -17,7 +17,7 @@ impl Handler<ListLeases> for OfSite {
         _: ListLeases,
         _: &mut Exchange<'_, ListLeases>,
     ) -> Result<Vec<Held>, Refusal> {
-        let devices = Arc::clone(&self.devices);
+        let devices = Arc::clone(&self.domain.devices);
         let leases = tokio::task::spawn_blocking(move || leases_of(&devices)).await;
         leases.map_err(failed)?.map_err(failed)
     }
@@ -30,8 +30,10 @@ impl Handler<BreakLease> for OfSite {
         BreakLease { name }: BreakLease,
         _: &mut Exchange<'_, BreakLease>,
     ) -> Result<Broken, Refusal> {
-        let mut room = CleanUp::of(&self.server.home);
-        let broken = room.run_async(|| break_at(&self.devices, &name)).await;
+        let mut room = CleanUp::of(&self.domain.home);
+        let broken = room
+            .run_async(|| break_at(&self.domain.devices, &name))
+            .await;
         let freed = tokio::task::spawn_blocking(move || drop(room)).await;
         freed.map_err(failed)?;
         broken.map_err(failed)

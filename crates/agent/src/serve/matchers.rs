@@ -1,10 +1,10 @@
-//! The matchers of a standalone teleporter: one per site, since a site is one trust domain.
+//! The matchers of a standalone teleporter: one per site and domain.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use drover_net::PeerKey;
+use drover_net::{DEFAULT_DOMAIN, PeerKey};
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::LocalTeleporter;
 use drover_teleport::open_teleporter;
@@ -18,7 +18,7 @@ const MAX_OPEN: usize = 8;
 /// Opens a matcher when its site connects and closes it after the last disconnect.
 pub struct Matchers {
     dir: PathBuf,
-    open: Mutex<HashMap<PeerKey, Opened>>,
+    open: Mutex<HashMap<(PeerKey, String), Opened>>,
 }
 
 struct Opened {
@@ -26,10 +26,10 @@ struct Opened {
     users: usize,
 }
 
-/// A reference to the matcher of one site.
+/// A reference to the matcher of one domain of a site.
 pub struct InUse {
     all: Arc<Matchers>,
-    key: PeerKey,
+    key: (PeerKey, String),
     matcher: LocalTeleporter,
 }
 
@@ -42,11 +42,17 @@ impl Matchers {
         })
     }
 
-    /// The matcher of the site with this key.
+    /// The matcher of a domain of the site with this key.
     ///
     /// # Errors
-    /// When too many sites use this teleporter at once, or the matcher's files cannot be used.
-    pub async fn of(self: &Arc<Self>, key: PeerKey) -> Result<InUse> {
+    /// When no domain can have this name, too many use this teleporter at once, or the matcher's files cannot be used.
+    pub async fn of(self: &Arc<Self>, key: PeerKey, domain: String) -> Result<InUse> {
+        drover_store::domain::check(&domain).map_err(Error::usage)?;
+        let name = match domain.as_str() {
+            DEFAULT_DOMAIN => format!("for-{key}"),
+            domain => format!("for-{key}-in-{domain}"),
+        };
+        let key = (key, domain);
         let mut open = self.open.lock().await;
         let matcher = match open.get_mut(&key) {
             Some(opened) => {
@@ -55,11 +61,13 @@ impl Matchers {
             }
             None => {
                 if open.len() >= MAX_OPEN {
-                    bail!("this teleporter matches for {MAX_OPEN} sites already; try again later");
+                    bail!(
+                        "this teleporter matches for {MAX_OPEN} sites and domains already; try again later"
+                    );
                 }
-                let dir = self.dir.join(format!("for-{key}"));
+                let dir = self.dir.join(name);
                 let matcher = tokio::task::spawn_blocking(move || {
-                    std::fs::create_dir_all(&dir)?;
+                    drover_storage::make_private_dir(&dir)?;
                     let mut repairs = Vec::new();
                     let matcher = open_teleporter(&dir, SEQUENCE_DATA_BYTES, &mut repairs)?;
                     crate::site::tell(&repairs);
@@ -67,7 +75,7 @@ impl Matchers {
                 })
                 .await??;
                 open.insert(
-                    key,
+                    key.clone(),
                     Opened {
                         matcher: Arc::clone(&matcher),
                         users: 1,
@@ -106,6 +114,6 @@ impl InUse {
         let matcher = Arc::clone(&self.matcher);
         let saved = tokio::task::spawn_blocking(move || matcher.lock().persist()).await?;
         open.remove(&self.key);
-        saved.map_err(|e| msg!("cannot save the matcher of {}: {e:?}", self.key.short()))
+        saved.map_err(|e| msg!("cannot save the matcher of {}: {e:?}", self.key.0.short()))
     }
 }

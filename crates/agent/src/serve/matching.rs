@@ -1,11 +1,12 @@
 //! The matching service of a standalone teleporter.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
-use drover_net::{Code, Refusal, Right};
+use drover_net::{Code, DEFAULT_DOMAIN, Refusal, Right};
 use drover_teleport::serve_teleporter;
-use drover_teleport::services::BeginMatching;
+use drover_teleport::services::{BeginMatching, BeginMatchingFor};
 
 use super::matchers::{InUse, Matchers};
 use super::server::Server;
@@ -13,21 +14,40 @@ use super::sessions::counted;
 use crate::error::{Result, one_line};
 use crate::signals::stopped;
 
-/// The matching service, with a separate matcher per site.
-pub struct Matching(pub Arc<Server>, pub Arc<Matchers>);
+/// The matching service, with a separate matcher per site and domain: by [`BeginMatching`], or by [`BeginMatchingFor`].
+pub struct Matching<R>(pub Arc<Server>, pub Arc<Matchers>, pub PhantomData<fn(R)>);
 
-impl Service for Matching {
+/// The domain of the caller's site that a request is about.
+pub trait OfDomain: Request {
+    /// Its name.
+    fn domain(self) -> String;
+}
+
+impl OfDomain for BeginMatching {
+    fn domain(self) -> String {
+        DEFAULT_DOMAIN.into()
+    }
+}
+
+impl OfDomain for BeginMatchingFor {
+    fn domain(self) -> String {
+        self.domain
+    }
+}
+
+impl<R: OfDomain> Service for Matching<R> {
     fn id(&self) -> &'static str {
-        BeginMatching::SERVICE
+        R::SERVICE
     }
 
     fn right(&self) -> Right {
-        BeginMatching::RIGHT
+        R::RIGHT
     }
 
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
-            let matcher = match self.1.of(peer.key).await {
+            let request: R = call.request()?;
+            let matcher = match self.1.of(peer.key, request.domain()).await {
                 Ok(matcher) => matcher,
                 Err(e) => {
                     let refusal = Refusal::new(Code::Failed, one_line(&e));

@@ -1,5 +1,6 @@
 //! The pairing service: accepts a site that holds a ticket as a peer.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -30,7 +31,7 @@ impl Handler<Pair> for Common {
         &self,
         peer: &Peer,
         request: Pair,
-        _: &mut Exchange<'_, Pair>,
+        exchange: &mut Exchange<'_, Pair>,
     ) -> Result<String, Refusal> {
         let server = &self.0;
         let why = match used(server, peer.key, request).await.map_err(failed)? {
@@ -45,7 +46,10 @@ impl Handler<Pair> for Common {
             PairOutcome::ExpiredTicket => "this ticket is too old",
         };
         server.metrics.tickets_refused.fetch_add(1, Relaxed);
-        tracing::warn!(peer = peer.key.short(), "refused to pair: {why}");
+        let from = exchange.remote().parse::<SocketAddr>();
+        if from.is_ok_and(|from| server.strangers.is_first(from.ip())) {
+            tracing::warn!(peer = peer.key.short(), "refused to pair: {why}");
+        }
         let text = format!("{why}; print another with `drover ticket`");
         Err(Refusal::new(Code::Untrusted, text))
     }

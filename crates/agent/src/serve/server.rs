@@ -4,14 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_mount::server::{Leased, Server as DeviceServer};
-use drover_net::Identity;
+use drover_mount::server::Leased;
+use drover_net::{Identity, PeerKey, Shares};
 use drover_store::{Catalog, SiteCatalog};
-use drover_teleport::Site;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
-use super::admission::Admission;
+use super::domains::{Domain, Domains};
 use super::matchers::Matchers;
+use super::owners::Sockets;
+use super::strangers::StrangerLog;
+use super::trust::Trust;
 use crate::error::Result;
 use crate::home::Home;
 use crate::metrics::Metrics;
@@ -24,8 +26,8 @@ const MOUNT_LIMIT: Duration = Duration::from_secs(1);
 
 /// The role of this process.
 pub enum Duty {
-    /// A site: receives images, and serves them to mounts.
-    Site(Arc<Site>, Arc<DeviceServer>),
+    /// A site: receives images, and serves them to mounts. Its default domain.
+    Site(Arc<Domain>),
     /// A standalone teleporter: matches for other sites.
     Teleporter(Arc<Matchers>),
 }
@@ -34,7 +36,7 @@ impl Duty {
     /// `site` or `teleporter`.
     pub fn name(&self) -> &'static str {
         match self {
-            Duty::Site(..) => "site",
+            Duty::Site(_) => "site",
             Duty::Teleporter(_) => "teleporter",
         }
     }
@@ -54,10 +56,18 @@ pub struct Server {
     pub duty: Duty,
     /// Counters since the start.
     pub metrics: Arc<Metrics>,
-    /// Connection limits.
-    pub admission: Admission,
-    /// Permits for long jobs.
-    pub jobs: Arc<Semaphore>,
+    /// Places for the connections of known peers.
+    pub places: Shares<PeerKey>,
+    /// Log lines about the others.
+    pub strangers: StrangerLog,
+    /// The calls of peers.
+    pub trust: Trust,
+    /// The domains beside the default one.
+    pub domains: Domains,
+    /// Their Unix sockets.
+    pub sockets: Sockets,
+    /// Places for long jobs.
+    pub jobs: Shares<PeerKey>,
     /// The addresses to put into its tickets.
     pub addresses: Vec<String>,
     /// When it became ready, seconds since 1970.
@@ -69,12 +79,11 @@ pub struct Server {
 /// Handles the requests common to sites and teleporters.
 pub struct Common(pub Arc<Server>);
 
-/// Handles the requests to a site.
+/// Handles the requests to a domain of a site.
 #[derive(Clone)]
 pub struct OfSite {
     pub server: Arc<Server>,
-    pub site: Arc<Site>,
-    pub devices: Arc<DeviceServer>,
+    pub domain: Arc<Domain>,
 }
 
 impl Server {
@@ -92,7 +101,8 @@ impl Server {
 
     fn look(&self, mounts: Vec<mounts::Status>) -> Result<Status> {
         let (site, served, leases) = match &self.duty {
-            Duty::Site(site, devices) => {
+            Duty::Site(domain) => {
+                let (site, devices) = (&domain.site, &domain.devices);
                 let held = |l: &&Leased| l.holder.is_some();
                 // An unreadable lease must not hide the rest of the status.
                 let leases = devices.leases().inspect_err(|e| tracing::warn!("{e}"));

@@ -1,20 +1,24 @@
 //! The table of services that this process registers.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
+use drover_teleport::services::{BeginMatching, BeginMatchingFor};
 use drover_teleport::{DataConnections, Sessions};
 
+use super::in_domain::{Conversation, InDomain};
+use super::manage::Manage;
 use super::matching::Matching;
-use super::server::{Common, Duty, OfSite, Server};
+use super::server::{Common, Duty, Server};
 use super::sessions::Counted;
 
 /// The services of this process.
 pub fn of(server: &Arc<Server>) -> Services {
     let (unknown, what) = match server.duty {
-        Duty::Site(..) => (
+        Duty::Site(_) => (
             Code::Unsupported,
             "does not support this request; it may run an earlier version of drover",
         ),
@@ -23,16 +27,13 @@ pub fn of(server: &Arc<Server>) -> Services {
     let mut services = Services::new(Refusal::new(unknown, format!("{} {what}", server.name)));
     for_all(&mut services, server);
     match &server.duty {
-        Duty::Site(site, devices) => {
-            let of_site = OfSite {
-                server: Arc::clone(server),
-                site: Arc::clone(site),
-                devices: Arc::clone(devices),
-            };
-            for_site(&mut services, &of_site);
-        }
+        Duty::Site(_) => for_site(&mut services, server),
         Duty::Teleporter(matchers) => {
-            services.add(Matching(Arc::clone(server), Arc::clone(matchers)));
+            let own = || (Arc::clone(server), Arc::clone(matchers));
+            let (server, matchers) = own();
+            services.add(Matching::<BeginMatching>(server, matchers, PhantomData));
+            let (server, matchers) = own();
+            services.add(Matching::<BeginMatchingFor>(server, matchers, PhantomData));
         }
     }
     services
@@ -45,26 +46,40 @@ fn for_all(services: &mut Services, server: &Arc<Server>) {
     services.handle::<super::status::GetMetrics>(common());
 }
 
-fn for_site(services: &mut Services, site: &OfSite) {
+fn for_site(services: &mut Services, server: &Arc<Server>) {
     use drover_teleport::services as of_teleport;
     let text = format!(
         "{} is a site, not a teleporter; run `drover teleporter` there",
-        site.server.name
+        server.name
     );
     services.handle::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));
-    let sessions = Sessions(Arc::clone(&site.site));
-    services.add(Counted(Arc::clone(&site.server), sessions));
-    services.add(DataConnections(Arc::clone(&site.site)));
-    services.add(Connections(Arc::clone(&site.devices)));
+    let sessions = Conversation::<of_teleport::OpenSession, _>::new(server, |domain| {
+        Sessions(Arc::clone(&domain.site))
+    });
+    services.add(Counted(Arc::clone(server), sessions));
+    services.add(Conversation::<of_teleport::JoinSession, _>::new(
+        server,
+        |domain| DataConnections(Arc::clone(&domain.site)),
+    ));
+    services.add(Conversation::<drover_mount::protocol::Open, _>::new(
+        server,
+        |domain| Connections(Arc::clone(&domain.devices)),
+    ));
+    let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::VerifyImage>(site.clone());
     services.handle::<of_teleport::IndexImage>(site.clone());
     services.handle::<of_teleport::RemoveImage>(site.clone());
+    services.handle::<of_teleport::ShareImage>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
     services.handle::<of_teleport::RemoveTransfer>(site.clone());
     services.handle::<crate::mounts::ListLeases>(site.clone());
     services.handle::<crate::mounts::BreakLease>(site.clone());
     services.handle::<crate::changes::ListChanges>(site.clone());
     services.handle::<crate::changes::DropChanges>(site.clone());
-    services.handle::<crate::changes::Order>(site.clone());
+    services.handle::<crate::changes::Order>(site);
+    let manage = Manage(Arc::clone(server));
+    services.handle::<crate::domains::AddDomain>(manage.clone());
+    services.handle::<crate::domains::RemoveDomain>(manage.clone());
+    services.handle::<crate::domains::MoveImage>(manage);
 }

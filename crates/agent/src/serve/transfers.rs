@@ -20,7 +20,7 @@ impl Handler<ListTransfers> for OfSite {
         _: ListTransfers,
         exchange: &mut Exchange<'_, ListTransfers>,
     ) -> Result<(), Refusal> {
-        let site = Arc::clone(&self.site);
+        let site = Arc::clone(&self.domain.site);
         let list = tokio::task::spawn_blocking(move || site.unfinished()).await;
         for some in list.map_err(failed)??.chunks(TRANSFERS_AT_ONCE) {
             exchange.report(&some.to_vec()).await?;
@@ -37,7 +37,7 @@ impl Handler<RemoveTransfer> for OfSite {
         _: &mut Exchange<'_, RemoveTransfer>,
     ) -> Result<(), Refusal> {
         let only_of = (!peer.rights.has(Right::Manage)).then_some(peer.key);
-        let (site, home) = (Arc::clone(&self.site), self.server.home.clone());
+        let (site, home) = (Arc::clone(&self.domain.site), self.domain.home.clone());
         let removed = tokio::task::spawn_blocking(move || {
             if let Some(peer) = only_of
                 && !crate::transfers::is_of(&site.unfinished()?, &key, &peer)

@@ -12,6 +12,9 @@ use drover_image::{ImageError, VirtualDisk};
 /// Maximum runs in one reply to an extents request.
 const MAX_RUNS: usize = 1 << 16;
 
+/// Maximum lookups in an image's tables for one extents request: one may be made so that every cluster takes one.
+const MAX_LOOKUPS: u64 = 1 << 15;
+
 /// Longest range that one extents request examines, so that each is quick.
 const MAX_EXTENTS: u64 = 4 << 30;
 
@@ -138,6 +141,7 @@ impl BlockDevice for ImageDevice {
         for run in self
             .disk
             .extents_in(offset..offset + length.min(MAX_EXTENTS))
+            .at_most(MAX_LOOKUPS)
         {
             match run {
                 Ok(run) => runs.push(run),

@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 use drover_agent::images::new_name;
 use drover_core::ImageName;
 
-use super::values::{Format, image_name};
+use super::values::{DomainArg, Format, image_name};
 
 /// List the changes that mounts wrote to this site's images; merge or drop them
 ///
@@ -26,6 +26,8 @@ pub struct ChangesArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// The commands of `changes`.

@@ -2,6 +2,8 @@
 
 use clap::Args;
 
+use super::values::DomainArg;
+
 /// Show the disk space used by this site, and how to free it
 ///
 /// Works whether or not the site is running, and on a full disk. SIZE is the length of the files, ON DISK the space allocated to
@@ -15,4 +17,6 @@ pub struct SpaceArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }

@@ -2,6 +2,8 @@
 
 use clap::{Args, Subcommand};
 
+use super::values::DomainArg;
+
 /// List unfinished transfers to this site or to a peer, or remove them
 ///
 /// An interrupted transfer resumes when the same image is sent again under the same name. The receiving site removes a
@@ -25,6 +27,8 @@ pub struct TransfersArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub of: DomainArg,
 }
 
 /// The commands of `transfers`.

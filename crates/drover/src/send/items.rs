@@ -1,17 +1,17 @@
 //! The files to send, and their names at the peer.
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use drover_agent::images::new_name;
-use drover_agent::text::clean;
+use drover_agent::text::{bytes, clean, some};
 use drover_core::ImageName;
-use drover_image::{Conversion, open_for_sending};
+use drover_image::{Conversion, Part, named_files, open_for_sending, parts};
 use drover_teleport::SendItem;
 
 use crate::cli::{Format, SendArgs};
-use crate::failure::{of_opening, usage};
+use crate::failure::{of_opening, refused, usage};
 
 /// The peer and the images that the command line names.
 ///
@@ -65,45 +65,99 @@ pub fn from_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
     Ok((peer.to_owned(), items))
 }
 
-/// Adds the other files that an image consists of, each before the image that needs it.
+/// What goes to the peer.
+#[derive(Debug, Default)]
+pub struct Sent {
+    /// The images, each after its parts.
+    pub items: Vec<SendItem>,
+    /// For each part, the image and a note about the part.
+    pub notes: Vec<(PathBuf, String)>,
+}
+
+/// Adds the other files that the images need if `asked`, each before the image that needs it.
 ///
 /// # Errors
-/// When an image cannot be opened, or two different files would get the same name.
-pub fn with_companions(items: Vec<SendItem>) -> Result<Vec<SendItem>> {
+/// When an image cannot be opened, one has parts and they were not asked for, or do not look like parts, or two
+/// different files would get the same name.
+pub fn with_parts(items: Vec<SendItem>, asked: bool) -> Result<Sent> {
     let named: HashSet<ImageName> = items.iter().map(|i| i.name.clone()).collect();
-    let mut out: Vec<SendItem> = Vec::new();
+    let mut sent = Sent::default();
     for item in items {
-        // Opened again when it is sent; here only for its companion files.
-        let outgoing = open_for_sending(&item.path, item.conversion).map_err(of_opening)?;
-        for path in outgoing.companions {
-            let name = name_of(&path).map_err(|e| {
-                usage(format!(
-                    "{} consists of several files, one of which cannot be sent: {e}",
-                    item.path.display()
-                ))
-            })?;
-            let queued = out.iter().find(|o| o.name == name);
-            match queued {
-                Some(same) if same_file(&same.path, &path)? => {}
-                Some(other) => {
-                    return Err(usage(format!(
-                        "{} and {} would both be called {name} at the peer",
-                        other.path.display(),
-                        path.display()
-                    )));
-                }
-                // Also named on the command line: sent in its own turn.
-                None if named.contains(&name) => {}
-                None => out.push(SendItem {
-                    path,
-                    name,
-                    conversion: Conversion::AsIs,
-                }),
+        for part in parts_of(&item, asked)? {
+            let as_file = item.conversion == Conversion::AsIs;
+            if as_file {
+                add_part(&item, &part, &named, &mut sent.items)?;
             }
+            let note = format!(
+                "its part {} ({}, {}) is {}",
+                part.path.display(),
+                part.format,
+                bytes(part.size),
+                if as_file {
+                    "sent with it"
+                } else {
+                    "read for the conversion"
+                }
+            );
+            sent.notes.push((item.path.clone(), note));
         }
-        out.push(item);
+        // Opened again when it is sent; here so that a damaged one is noticed before the others are sent.
+        open_for_sending(&item.path, item.conversion).map_err(of_opening)?;
+        sent.items.push(item);
     }
-    Ok(out)
+    Ok(sent)
+}
+
+/// The files that an image is read from beside its own.
+fn parts_of(item: &SendItem, asked: bool) -> Result<Vec<Part>> {
+    if item.conversion == Conversion::Opaque {
+        return Ok(Vec::new());
+    }
+    let names = named_files(&item.path).map_err(of_opening)?;
+    match (names.is_empty(), asked) {
+        (true, _) => Ok(Vec::new()),
+        (false, true) => parts(&item.path).map_err(of_opening),
+        (false, false) => Err(refused(format!(
+            "{} is not complete without {}: --with-parts sends also what it names, --opaque only the file itself",
+            clean(&item.path.display().to_string()),
+            some(&names)
+        ))),
+    }
+}
+
+/// Adds a part of `item` to what is sent, unless it is among that or was named on the command line.
+fn add_part(
+    item: &SendItem,
+    part: &Part,
+    named: &HashSet<ImageName>,
+    items: &mut Vec<SendItem>,
+) -> Result<()> {
+    let path = &part.path;
+    let name = name_of(path).map_err(|e| {
+        usage(format!(
+            "{} consists of several files, one of which cannot be sent: {e}",
+            item.path.display()
+        ))
+    })?;
+    let queued = items.iter().find(|o| o.name == name);
+    match queued {
+        Some(same) if same_file(&same.path, path)? => {}
+        Some(other) => {
+            return Err(usage(format!(
+                "{} and {} would both be called {name} at the peer",
+                other.path.display(),
+                path.display()
+            )));
+        }
+        // Also named on the command line: sent in its own turn.
+        None if named.contains(&name) => {}
+        None => items.push(SendItem {
+            path: path.clone(),
+            name,
+            conversion: Conversion::AsIs,
+        }),
+    }
+    Ok(())
 }
 
 /// A file's name as the name of an image.
@@ -174,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_file_has_no_companions() {
+    fn a_single_file_has_no_parts() {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("x.img");
         std::fs::write(&path, vec![1u8; 8192]).unwrap();
@@ -183,13 +237,48 @@ mod tests {
             name: ImageName::new("x.img").unwrap(),
             conversion: Conversion::AsIs,
         };
-        let items = with_companions(vec![item]).unwrap();
+        let items = with_parts(vec![item], false).unwrap().items;
         assert_eq!(items.len(), 1);
         let gone = SendItem {
             path: tmp.path().join("gone"),
             ..items[0].clone()
         };
-        let e = with_companions(vec![gone]).unwrap_err();
+        let e = with_parts(vec![gone], true).unwrap_err();
         assert!(e.to_string().contains("gone"), "{e}");
+    }
+    #[test]
+    fn parts_are_sent_only_when_asked() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("x.vmdk");
+        let text = "# Disk DescriptorFile\nparentCID=ffffffff\nRW 8 FLAT \"x-flat.vmdk\" 0\n";
+        std::fs::write(&path, text).unwrap();
+        std::fs::write(tmp.path().join("x-flat.vmdk"), vec![1u8; 4096]).unwrap();
+        for (conversion, items) in [
+            (Conversion::AsIs, 2),
+            (Conversion::Raw, 1),
+            (Conversion::Qcow2, 1),
+        ] {
+            let item = SendItem {
+                path: path.clone(),
+                name: ImageName::new("x.vmdk").unwrap(),
+                conversion,
+            };
+            let e = with_parts(vec![item.clone()], false).unwrap_err();
+            assert_eq!(kind_of(e.as_ref()), Kind::Refused);
+            let e = e.to_string();
+            assert!(
+                e.contains("x-flat.vmdk") && e.contains("--with-parts"),
+                "{e}"
+            );
+            let sent = with_parts(vec![item.clone()], true).unwrap();
+            assert_eq!((sent.items.len(), sent.notes.len()), (items, 1));
+            assert!(sent.notes[0].1.contains("x-flat.vmdk"), "{:?}", sent.notes);
+            let opaque = SendItem {
+                conversion: Conversion::Opaque,
+                ..item
+            };
+            let sent = with_parts(vec![opaque], false).unwrap();
+            assert_eq!((sent.items.len(), sent.notes.len()), (1, 0));
+        }
     }
 }

@@ -1,5 +1,12 @@
-//! Hostile clients: untrusted keys and malformed frames.
+//! Hostile clients: untrusted keys, malformed frames, and (`files`) images that reach for files of the site.
 
+mod files;
+
+mod domains;
+mod quota;
+mod rights;
+
+use std::fs;
 use std::time::Duration;
 
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
@@ -16,6 +23,8 @@ use drover_teleport::services::{
 };
 
 use crate::world::{Site, World};
+
+mod admission;
 
 /// A client that can send arbitrary frames.
 struct Client {

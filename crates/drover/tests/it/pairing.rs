@@ -1,5 +1,7 @@
 //! Pairing, tickets and trust.
 
+use serde_json::{Value, json};
+
 use crate::world::World;
 
 #[test]
@@ -9,7 +11,18 @@ fn pairing_is_mutual_and_a_ticket_is_good_once() {
     // The near site listens too, so the far one learns where.
     let near = world.serve("near", &[]);
     let paired = world
-        .run("near", &["pair", &far.ticket, "--name", "lyon", "--json"])
+        .run(
+            "near",
+            &[
+                "pair",
+                &far.ticket,
+                "--name",
+                "lyon",
+                "--can",
+                "read",
+                "--json",
+            ],
+        )
         .ok()
         .json();
     assert_eq!(paired[0]["name"], "lyon");
@@ -165,4 +178,105 @@ fn names_are_unique_on_both_sides() {
         .collect();
     assert_eq!(names.len(), 2);
     assert!(names.contains(&format!("{}-2", names[0])), "{names:?}");
+}
+
+#[test]
+fn a_ticket_says_what_its_peer_may_do_and_the_peer_gives_nothing_back() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    let made = [
+        "ticket",
+        "--name",
+        "vm",
+        "--can",
+        "read, send",
+        "--domain",
+        "acme",
+        "--quota",
+        "1G",
+        "--json",
+    ];
+    let ticket = world.run("far", &made).ok().json();
+    assert_eq!(ticket[0]["can"], json!(["send", "read"]));
+    let word = ticket[0]["ticket"].as_str().unwrap();
+    world.run("near", &["pair", word, "--name", "lyon"]).ok();
+    let grant = |peer: &Value| {
+        let fields = ["name", "can", "domain", "quota_bytes"];
+        json!(fields.map(|field| &peer[field]))
+    };
+    let peer = |home: &str| grant(&world.run(home, &["peers", "--json"]).ok().json()[0]);
+    assert_eq!(
+        peer("far"),
+        json!(["vm", ["send", "read"], "acme", 1 << 30])
+    );
+    assert_eq!(peer("near"), json!(["lyon", [], "default", null]));
+    // Unless it says so.
+    let again = ["pair", word, "--name", "lyon", "--can", "match"];
+    world.run("near", &again).ok();
+    assert_eq!(peer("near"), json!(["lyon", ["match"], "default", null]));
+
+    let set = |args: &[&str]| world.run("far", &[&["peers", "set", "vm"], args].concat());
+    let now = set(&["--can", "none", "--json"]).ok().json();
+    assert_eq!(grant(&now[0]), json!(["vm", [], "acme", 1 << 30]));
+    let said = set(&["--quota", "none", "--can", "write,send"]).ok().out;
+    assert!(
+        said.contains("send,write") && said.contains("acme"),
+        "{said}"
+    );
+    assert_eq!(peer("far"), json!(["vm", ["send", "write"], "acme", null]));
+    set(&[]).code(2);
+    let wrong = set(&["--can", "send,root"]).code(2).err;
+    assert!(wrong.contains("send, read, write, host"), "{wrong}");
+    world
+        .run("far", &["peers", "set", "nobody", "--can", "send"])
+        .fails(3, &["no peer is called"]);
+    far.stop();
+}
+
+#[test]
+fn tickets_are_listed_and_revoked() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    let ticket = world.run("far", &["ticket", "--name", "vm"]).ok().out;
+    world
+        .run("far", &["ticket", "--name", "old", "--expires", "0s"])
+        .ok();
+    let list = |name: &str| {
+        let all = world
+            .run("far", &["ticket", "--list", "--json"])
+            .ok()
+            .json();
+        all.into_iter().find(|ticket| ticket["name"] == name)
+    };
+    assert_eq!(list("old").unwrap()["state"], "expired");
+    let vm = list("vm").unwrap();
+    assert_eq!(
+        (&vm["state"], &vm["used_by"]),
+        (&"valid".into(), &Value::Null)
+    );
+    let shown = world.run("far", &["ticket", "--list"]).ok().out;
+    assert!(
+        shown.contains("send,read,write") && !shown.contains("drover1"),
+        "{shown}"
+    );
+    world
+        .run("far", &["ticket", "--list", "--expires", "1h"])
+        .code(2);
+    let id = vm["id"].as_str().unwrap();
+    world.run("far", &["ticket", "--revoke", id]).ok();
+    assert_eq!(list("vm"), None);
+    world
+        .run("far", &["ticket", "--revoke", id])
+        .fails(3, &[id, "drover ticket --list"]);
+    world
+        .run("near", &["pair", ticket.trim(), "--name", "lyon"])
+        .fails(3, &["not one of this site's"]);
+    world
+        .run("near", &["pair", &far.ticket, "--name", "lyon"])
+        .ok();
+    let used = list("").unwrap();
+    let peer = &world.run("far", &["peers", "--json"]).ok().json()[0]["name"];
+    assert_eq!((&used["state"], &used["used_by"]), (&"used".into(), peer));
+    let said = world.run("far", &["ticket", "--revoke", used["id"].as_str().unwrap()]);
+    assert!(said.ok().out.contains("drover peers forget"));
 }

@@ -260,11 +260,15 @@ fn conversions_and_opaque_sending() {
         "a.raw",
         "v.vmdk",
     ]);
-    let lines = world
-        .run("near", &["send", "v.vmdk", "far", "--json"])
-        .ok()
-        .json();
+    let send = ["send", "v.vmdk", "far", "--json"];
+    let part = ["v-f001.vmdk", "--with-parts"];
+    world.run("near", &send).fails(3, &part);
+    let lines = world.run("near", &[&send[..], &part[1..]].concat());
+    let lines = lines.ok().json();
     assert_eq!(done(&lines).len(), 2);
+    let note = lines.iter().find(|line| line["event"] == "note").unwrap();
+    let says = note["message"].as_str().unwrap();
+    assert!(says.contains("v-f001.vmdk"), "{note}");
     same(&world.delivered("far", "v.vmdk"), &world.path("v.vmdk"));
     same(
         &world.delivered("far", "v-f001.vmdk"),

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use drover_core::ReadAt;
 
 use super::medium::{OpenedFiles, medium};
-use super::{Layer, Medium, Trust, VirtualDisk, parts};
+use super::{Layer, Medium, VirtualDisk, parts};
 use crate::container::{Backing, Body, Container};
+use crate::follow::{Follow, Known};
 use crate::limits::MAX_CHAIN_DEPTH;
-use crate::{Format, ImageError, ImageFile, names};
+use crate::{Format, ImageError, ImageFile, Trust};
 
 impl VirtualDisk {
     /// Opens the image at `path`, following backing files in its directory only ([`Trust::Beside`]).
@@ -25,7 +26,17 @@ impl VirtualDisk {
     /// # Errors
     /// [`ImageError`] naming the file that is damaged, unreadable or not permitted.
     pub fn open_with(path: &Path, trust: Trust) -> Result<Self, ImageError> {
-        chain(path, trust)
+        chain(path, Follow::By(trust))
+    }
+
+    /// Opens the image at `path`, one of the images of `known`. Of the files that an image from elsewhere names, only
+    /// those are read that are known, and in its directory or below. Their paths have no component that begins with a
+    /// dot, no symbolic link is followed, and what is checked is the file that was opened.
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file that is damaged, unreadable or not known.
+    pub fn open_known(path: &Path, known: &dyn Known) -> Result<Self, ImageError> {
+        chain(path, Follow::Known(known))
     }
 
     /// A disk in a single, self-contained file.
@@ -37,23 +48,23 @@ impl VirtualDisk {
     }
 }
 
-fn chain(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
+fn chain(path: &Path, follow: Follow<'_>) -> Result<VirtualDisk, ImageError> {
     let mut found = OpenedFiles::default();
     let mut layers = Vec::new();
     let mut format = None;
     let mut seen: Vec<(u64, u64)> = Vec::new();
-    let mut next = Some((path.to_owned(), None));
-    while let Some((path, expected)) = next.take() {
+    let mut next = Some((ImageFile::open(path)?, None));
+    while let Some((file, expected)) = next.take() {
+        let path = file.path().to_owned();
         if layers.len() >= MAX_CHAIN_DEPTH {
             return Err(ImageError::ChainTooLong(MAX_CHAIN_DEPTH).in_file(&path));
         }
-        let file = ImageFile::open(&path)?;
         let identity = (file.stamp().device, file.stamp().inode);
         if seen.contains(&identity) {
             return Err(ImageError::BackingLoop.in_file(&path));
         }
         seen.push(identity);
-        let one = layer(file, expected, &mut found).map_err(|e| e.in_file(&path))?;
+        let one = layer(file, expected, follow, &mut found).map_err(|e| e.in_file(&path))?;
         format.get_or_insert(one.format);
         layers.push(one.layer);
         if let Some(backing) = one.backing {
@@ -61,12 +72,8 @@ fn chain(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
                 let why = format!("its backing file has the format {format:?}, which is not read");
                 return Err(ImageError::Unconvertible(why).in_file(&path));
             }
-            let resolve = match trust {
-                Trust::Beside => names::beside,
-                Trust::Anywhere => names::anywhere,
-            };
-            let to = resolve(&path, &backing.name).map_err(|e| e.in_file(&path))?;
-            next = Some((to, backing.format));
+            let opened = follow.backing(&path, &backing.name);
+            next = Some((opened.map_err(|e| e.in_file(&path))?, backing.format));
         }
     }
     let mut disk = VirtualDisk::new(layers, format.unwrap_or(Format::Raw));
@@ -109,6 +116,7 @@ struct ChainLink {
 fn layer(
     file: ImageFile,
     expected: Option<Format>,
+    follow: Follow<'_>,
     found: &mut OpenedFiles,
 ) -> Result<ChainLink, ImageError> {
     let path = file.path().to_owned();
@@ -134,11 +142,11 @@ fn layer(
     found.notes.append(&mut container.notes);
     let mut files = vec![Medium { content, present }];
     if let Some(name) = &container.data_file {
-        files.push(medium(&names::beside(&path, name)?, found)?);
+        files.push(medium(follow.part(&path, name)?, found)?);
     }
     let mapping = match container.body {
         Body::Mapped(mapping) => mapping,
-        Body::Parts(list) => parts::join(&path, list, &mut files, found)?,
+        Body::Parts(list) => parts::join(&path, list, follow, &mut files, found)?,
     };
     Ok(ChainLink {
         layer: Layer { mapping, files },

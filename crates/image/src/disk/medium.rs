@@ -1,6 +1,6 @@
-//! Opens a file of a disk.
+//! A file of a disk.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::Medium;
@@ -14,10 +14,9 @@ pub(super) struct OpenedFiles {
 }
 
 /// A file that its image uses as raw bytes.
-pub(super) fn medium(path: &Path, found: &mut OpenedFiles) -> Result<Medium, ImageError> {
-    let file = ImageFile::open(path)?;
+pub(super) fn medium(file: ImageFile, found: &mut OpenedFiles) -> Result<Medium, ImageError> {
     let present = file.data_extents()?;
-    found.stamps.push((path.to_owned(), file.stamp()));
+    found.stamps.push((file.path().to_owned(), file.stamp()));
     Ok(Medium {
         content: Arc::new(file),
         present,

@@ -5,9 +5,10 @@ use std::path::Path;
 use super::Medium;
 use super::medium::{OpenedFiles, medium};
 use crate::container::{Body, Container, Part, PartSource};
+use crate::follow::Follow;
 use crate::limits::MAX_EXTENT_FILES;
 use crate::mapping::{Flat, Mapping, Packed, Run, TableSpan, Target};
-use crate::{Format, ImageError, names};
+use crate::{Format, ImageError};
 
 struct Piece {
     start: u64,
@@ -27,6 +28,7 @@ struct Row {
 pub(super) fn join(
     path: &Path,
     parts: Vec<Part>,
+    follow: Follow<'_>,
     files: &mut Vec<Medium>,
     found: &mut OpenedFiles,
 ) -> Result<Box<dyn Mapping>, ImageError> {
@@ -43,7 +45,7 @@ pub(super) fn join(
         let mapping: Option<Box<dyn Mapping>> = match part.source {
             PartSource::Zero => None,
             PartSource::Flat(name, offset) => {
-                files.push(medium(&names::beside(path, &name)?, found)?);
+                files.push(medium(follow.part(path, &name)?, found)?);
                 Some(Box::new(Flat {
                     size: part.len,
                     offset,
@@ -51,8 +53,9 @@ pub(super) fn join(
                 }))
             }
             PartSource::Sparse(name) => {
-                let at = names::beside(path, &name)?;
-                let one = medium(&at, found)?;
+                let file = follow.part(path, &name)?;
+                let at = file.path().to_owned();
+                let one = medium(file, found)?;
                 let mapping = sparse(&one, found).map_err(|e| e.in_file(&at))?;
                 files.push(one);
                 Some(mapping)

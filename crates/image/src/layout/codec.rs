@@ -16,6 +16,11 @@ const ZSTD_LEVEL: i32 = 3;
 /// Window size: enough for [`Layout::encode`]; decoders allocate no more.
 const WINDOW_LOG: u32 = 22;
 
+/// The memory of a decompressor: its window, and as much for its state.
+const DECODER_BYTES: u64 = 2 << WINDOW_LOG;
+/// A range takes at least a byte in the columns of flags, file offsets and counts.
+const MIN_RANGE_BYTES: u64 = 3;
+
 const REVERSE: u8 = 1;
 const METADATA: u8 = 2;
 /// The grain differs from that of the range before.
@@ -117,33 +122,26 @@ impl Layout {
         body
     }
 
+    /// Upper bound on the memory that [`Layout::decode`] takes for this input, the result included, in bytes. Reads only
+    /// the header: what the input claims is what `decode` permits.
+    ///
+    /// # Errors
+    /// [`LayoutError`] when the header is invalid, or beyond `limits`.
+    pub fn decoding_bytes(bytes: &[u8], limits: LayoutLimits) -> Result<u64, LayoutError> {
+        let (_, body_len) = open(bytes, limits)?;
+        let ranges = (body_len / MIN_RANGE_BYTES).min(limits.max_ranges as u64);
+        let range = size_of::<GrainRange>() + size_of::<(u64, u64)>();
+        // The body's buffer grows by doubling.
+        Ok(DECODER_BYTES + 2 * body_len + ranges * range as u64)
+    }
+
     /// Decodes a layout. The input is untrusted: the result satisfies every invariant of a layout, and memory use is
     /// bounded by `limits`.
     ///
     /// # Errors
     /// [`LayoutError`] when the input is invalid, or beyond `limits`.
     pub fn decode(bytes: &[u8], limits: LayoutLimits) -> Result<Layout, LayoutError> {
-        if bytes.len() > limits.max_encoded {
-            return Err(LayoutError::TooLarge("encoded bytes"));
-        }
-        let (header, mut packed) = bytes
-            .split_at_checked(HEADER)
-            .ok_or(LayoutError::Malformed("the header"))?;
-        if &header[..4] != MAGIC {
-            return Err(LayoutError::Malformed("the magic number"));
-        }
-        if header[4] != VERSION {
-            return Err(LayoutError::Version(header[4]));
-        }
-        if header[5..9] != crc(packed).to_le_bytes() {
-            return Err(LayoutError::Checksum);
-        }
-        let body_len = take(&mut packed, "the body's length")?;
-        // A range takes at most 1 + 10 + 10 + 5 + 10 bytes, the preceding fields at most 60.
-        let most = (limits.max_ranges as u64).saturating_mul(36) + 60;
-        if body_len > most {
-            return Err(LayoutError::TooLarge("ranges"));
-        }
+        let (packed, body_len) = open(bytes, limits)?;
         let body = decompress(packed, body_len)?;
         let mut rest = body.as_slice();
         let file_len = take(&mut rest, "the file's length")?;
@@ -169,6 +167,32 @@ impl Layout {
         let ranges = decode_ranges(columns, limits.max_ranges)?;
         Layout::new(file_len, table_grain, ranges)
     }
+}
+
+/// Checks the header; returns the compressed body, and its length as claimed.
+fn open(bytes: &[u8], limits: LayoutLimits) -> Result<(&[u8], u64), LayoutError> {
+    if bytes.len() > limits.max_encoded {
+        return Err(LayoutError::TooLarge("encoded bytes"));
+    }
+    let (header, mut packed) = bytes
+        .split_at_checked(HEADER)
+        .ok_or(LayoutError::Malformed("the header"))?;
+    if &header[..4] != MAGIC {
+        return Err(LayoutError::Malformed("the magic number"));
+    }
+    if header[4] != VERSION {
+        return Err(LayoutError::Version(header[4]));
+    }
+    if header[5..9] != crc(packed).to_le_bytes() {
+        return Err(LayoutError::Checksum);
+    }
+    let body_len = take(&mut packed, "the body's length")?;
+    // A range takes at most 1 + 10 + 10 + 5 + 10 bytes, the preceding fields at most 60.
+    let most = (limits.max_ranges as u64).saturating_mul(36) + 60;
+    if body_len > most {
+        return Err(LayoutError::TooLarge("ranges"));
+    }
+    Ok((packed, body_len))
 }
 
 fn decode_ranges(

@@ -321,3 +321,21 @@ fn a_decoder_stays_within_its_limits() {
     later[4] = 2;
     assert_eq!(Layout::decode(&later, limits), Err(LayoutError::Version(2)));
 }
+
+/// A few bytes may describe a million ranges: what decoding them takes is known from the header.
+#[test]
+fn the_memory_that_a_layout_takes_is_known_before_it_is_decoded() {
+    let limits = LayoutLimits::default();
+    let runs: Vec<Range<u64>> = (0..1 << 20).map(|i| i * BLOCK..i * BLOCK + 1).collect();
+    let bytes = Layout::in_file_order(BLOCK << 20, &runs).encode();
+    assert!(bytes.len() < 1000, "{}", bytes.len());
+    let needed = Layout::decoding_bytes(&bytes, limits).unwrap();
+    let layout = Layout::decode(&bytes, limits).unwrap();
+    let least = size_of_val(layout.ranges());
+    assert!(needed > least as u64 && needed < 100 << 20, "{needed}");
+    let largest = codec::seal(&vec![0; limits.max_ranges * 36 + 60]);
+    let needed = Layout::decoding_bytes(&largest, limits).unwrap();
+    assert!(needed < 160 << 20, "{needed}");
+    let larger = codec::seal(&vec![0; limits.max_ranges * 36 + 61]);
+    assert!(Layout::decoding_bytes(&larger, limits).is_err());
+}

@@ -255,6 +255,16 @@ fn parts(name: &str, disk: &VirtualDisk, all: &[Extent]) {
             })
             .collect();
         assert_eq!(part, expected, "{name}: {from}..{to}");
+        let few = disk.extents_in(from..to).at_most(random.u64(0..20));
+        let few: Vec<_> = few.map(|e| e.unwrap()).collect();
+        // Only the last may be shorter.
+        assert!(few.len() <= part.len() && few.is_empty() == part.is_empty());
+        if let Some((last, before)) = few.split_last() {
+            let whole = part[before.len()];
+            assert_eq!(before, &part[..before.len()], "{name}: {from}..{to}");
+            assert!(last.length > 0 && last.length <= whole.length);
+            assert_eq!((last.offset, last.kind), (whole.offset, whole.kind));
+        }
     }
 }
 

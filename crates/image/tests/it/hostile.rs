@@ -4,7 +4,8 @@ use std::path::Path;
 
 use drover_core::ReadAt;
 use drover_image::{
-    Conversion, Format, ImageError, Trust, VirtualDisk, open_for_sending, open_for_sending_with,
+    Conversion, Format, ImageError, Known, Stamp, Trust, VirtualDisk, named_files,
+    open_for_sending, open_for_sending_with, parts,
 };
 
 use crate::check;
@@ -249,11 +250,16 @@ fn names_that_lead_out_of_the_directory() {
             "# Disk DescriptorFile\nversion=1\nparentCID=ffffffff\nRW 2 FLAT \"{name}\" 0\n"
         );
         std::fs::write(&path, text).unwrap();
-        for conversion in [Conversion::AsIs, Conversion::Raw, Conversion::Qcow2] {
+        for conversion in [Conversion::Raw, Conversion::Qcow2] {
             // Trust is about what is behind an image, not about its own parts.
             let e = open_for_sending_with(&path, conversion, Trust::Anywhere).unwrap_err();
             assert!(e.to_string().contains(name), "{e}");
         }
+        let e = parts(&path).unwrap_err();
+        assert!(e.to_string().contains(name), "{e}");
+        assert_eq!(named_files(&path).unwrap(), [name]);
+        // The descriptor by itself does no harm.
+        open_for_sending(&path, Conversion::AsIs).unwrap();
     }
     // A newline cannot smuggle in a second name; a quote ends the first.
     std::fs::write(
@@ -262,6 +268,122 @@ fn names_that_lead_out_of_the_directory() {
     )
     .unwrap();
     assert!(open_for_sending(&path, Conversion::AsIs).is_err());
+}
+
+/// Files of the user that an image from elsewhere names are no parts of it.
+#[test]
+fn what_does_not_look_like_a_part_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let (inside, outside) = (dir.path().join("in"), dir.path().join("out"));
+    std::fs::create_dir_all(inside.join(".ssh")).unwrap();
+    std::fs::create_dir(&outside).unwrap();
+    std::fs::write(inside.join(".ssh/id_rsa"), vec![b'k'; 2602]).unwrap();
+    std::fs::write(inside.join("disk.raw"), vec![7; 4096]).unwrap();
+    std::fs::write(outside.join("disk.raw"), vec![7; 4096]).unwrap();
+    let link = |to: &std::path::Path, name: &str| {
+        std::os::unix::fs::symlink(to, inside.join(name)).unwrap();
+    };
+    link(&outside.join("disk.raw"), "link.raw");
+    link(&outside, "way");
+    link("disk.raw".as_ref(), "within.raw");
+    let path = inside.join("x.vmdk");
+    for (extents, fits) in [
+        ("RW 8 FLAT \"disk.raw\" 0", true),
+        ("RW 8 FLAT \"within.raw\" 0", true),
+        ("RW 4 FLAT \"disk.raw\" 0\nRW 4 FLAT \"disk.raw\" 4", true),
+        ("RW 4 FLAT \"disk.raw\" 0", false),
+        ("RW 9 FLAT \"disk.raw\" 0", false),
+        ("RW 8 FLAT \"disk.raw\" 1", false),
+        ("RW 8 SPARSE \"disk.raw\"", false),
+        ("RW 5 FLAT \".ssh/id_rsa\" 0", false),
+        ("RW 6 FLAT \".ssh/id_rsa\" 0", false),
+        ("RW 8 FLAT \"link.raw\" 0", false),
+        ("RW 8 FLAT \"way/disk.raw\" 0", false),
+    ] {
+        let text = format!("# Disk DescriptorFile\nversion=1\nparentCID=ffffffff\n{extents}\n");
+        std::fs::write(&path, text).unwrap();
+        let found = parts(&path);
+        assert_eq!(found.is_ok(), fits, "{extents}: {found:?}");
+        // Nor does a conversion read what is behind a link.
+        let read = open_for_sending(&path, Conversion::Raw);
+        let leads_out = extents.contains("link.raw") || extents.contains("way/");
+        assert!(read.is_err() || !leads_out, "{extents}");
+    }
+    if !qemu::available() {
+        return;
+    }
+    for (backing, format, fits) in [
+        ("disk.raw", "raw", true),
+        (".ssh/id_rsa", "raw", false),
+        ("link.raw", "raw", false),
+    ] {
+        let _ = std::fs::remove_file(inside.join("x.qcow2"));
+        qemu::create(&inside, "-f qcow2 x.qcow2 1M");
+        let rebase = ["rebase", "-u", "-b", backing, "-F", format, "x.qcow2"];
+        qemu::img(&inside, &rebase);
+        let found = parts(&inside.join("x.qcow2"));
+        assert_eq!(found.is_ok(), fits, "{backing}: {found:?}");
+    }
+}
+
+/// The images of a site: those in `in` came from elsewhere, and `base.qcow2` is the only known one.
+struct Site;
+
+impl Known for Site {
+    fn is_foreign(&self, image: &Path) -> bool {
+        image.parent().is_some_and(|dir| dir.ends_with("in"))
+    }
+    fn part(&self, path: &Path) -> Result<Option<Stamp>, String> {
+        match path.ends_with("in/base.qcow2") {
+            true => Ok(Stamp::of_path(path).ok()),
+            false => Err("is not known".into()),
+        }
+    }
+}
+
+/// The rules of an image from elsewhere hold for its own names, also behind an image of the user.
+#[test]
+fn an_image_from_elsewhere_is_read_only_from_what_is_known() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(245);
+    for dir in ["in", "own"] {
+        std::fs::create_dir(b.path(dir)).unwrap();
+        std::fs::write(b.path(&format!("{dir}/secret.raw")), vec![7; 4096]).unwrap();
+    }
+    let overlay = |image: &str, format: &str, behind: &str| {
+        qemu::create(
+            b.dir(),
+            &format!("-u -f qcow2 -F {format} -b {behind} {image} 1M"),
+        );
+    };
+    let open = |image: &str| VirtualDisk::open_known(&b.path(image), &Site).map(drop);
+    std::os::unix::fs::symlink("../in/base.qcow2", b.path("own/link.qcow2")).unwrap();
+    std::os::unix::fs::symlink("base.qcow2", b.path("in/link.qcow2")).unwrap();
+    overlay("own/top.qcow2", "raw", "secret.raw");
+    open("own/top.qcow2").unwrap();
+    qemu::create(b.dir(), "-f qcow2 in/base.qcow2 1M");
+    for (image, behind, fits) in [
+        ("in/top.qcow2", "base.qcow2", true),
+        ("in/top.qcow2", "link.qcow2", false),
+        ("in/top.qcow2", "./base.qcow2", false),
+        ("in/top.qcow2", "../in/base.qcow2", false),
+        ("own/top.qcow2", "link.qcow2", true),
+    ] {
+        overlay(image, "qcow2", behind);
+        let opened = open(image);
+        assert_eq!(opened.is_ok(), fits, "{image}, {behind}: {opened:?}");
+    }
+    overlay("in/base.qcow2", "raw", "secret.raw");
+    for image in ["in/base.qcow2", "in/top.qcow2"] {
+        overlay("in/top.qcow2", "qcow2", "base.qcow2");
+        let e = open(image).unwrap_err().to_string();
+        assert!(
+            e.contains("secret.raw") && e.contains("is not known"),
+            "{e}"
+        );
+    }
 }
 
 #[test]

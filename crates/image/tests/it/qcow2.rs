@@ -1,7 +1,8 @@
 //! qcow2 in all its variants.
 
 use drover_image::{
-    Conversion, Format, ImageError, RangeKind, Trust, VirtualDisk, open_for_sending,
+    Conversion, Format, ImageError, RangeKind, Trust, VirtualDisk, named_files, open_for_sending,
+    parts,
 };
 
 use crate::check::{self, partial, plain};
@@ -122,15 +123,16 @@ fn chains_of_backing_files() {
             &format!("-f qcow2 -b {behind} -F {format} -o {options} {name} {size}"),
         );
         b.scribble(name, "qcow2", 5 * MIB, 20, 52);
-        let out = check::image(&b, name, "qcow2", &partial(Format::Qcow2));
-        assert!(
-            out.notes.iter().any(|n| n.contains(behind)),
-            "{:?}",
-            out.notes
-        );
+        check::image(&b, name, "qcow2", &partial(Format::Qcow2));
+        assert_eq!(named_files(&b.path(name)).unwrap(), [behind]);
     }
     let disk = VirtualDisk::open(&b.path("d.qcow2")).unwrap();
     assert_eq!(disk.stamps().len(), 4);
+    // Each before the one that names it.
+    let found = parts(&b.path("d.qcow2")).unwrap();
+    let paths: Vec<_> = found.iter().map(|part| part.path.clone()).collect();
+    let expected = ["a.raw", "b.qcow2", "c.qcow2"].map(|name| b.path(name));
+    assert_eq!(paths, expected);
 }
 
 #[test]
@@ -222,7 +224,12 @@ fn an_external_data_file_travels_beside() {
         qemu::create(b.dir(), &format!("-f qcow2 -o {options} e.qcow2 6M"));
         b.scribble("e.qcow2", "qcow2", 6 * MIB, 30, seed);
         let out = check::image(&b, "e.qcow2", "qcow2", &partial(Format::Qcow2));
-        assert_eq!(out.companions, [b.path("d.raw")]);
+        let found = parts(&b.path("e.qcow2")).unwrap();
+        assert_eq!(found.len(), 1);
+        assert_eq!(
+            (&found[0].path, found[0].format),
+            (&b.path("d.raw"), Format::Raw)
+        );
         assert!(
             out.layout
                 .ranges()

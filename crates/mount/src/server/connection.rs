@@ -7,10 +7,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::{self, Flow};
-use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal, until};
+use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal, Share, Shares, until};
 use drover_store::lease::{Access, MountId};
 use parking_lot::Mutex;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 
 use super::counters::Counters;
@@ -42,10 +42,10 @@ const KERNEL_WAIT: Duration = Duration::from_millis(3);
 /// How long sending the final error of a connection may take.
 const LAST_WORD: Duration = Duration::from_millis(100);
 
-/// A request's bytes, with the permit for them.
+/// A request's bytes, with their share of the memory for them.
 struct PayloadWithRoom {
     payload: Bytes,
-    _room: OwnedSemaphorePermit,
+    _room: Share<PeerKey>,
 }
 
 impl AsRef<[u8]> for PayloadWithRoom {
@@ -104,8 +104,8 @@ pub struct Connection {
     pub pool: Arc<Pool>,
     /// The site's counters.
     pub counters: Arc<Counters>,
-    /// Permits for request bodies, of the whole site.
-    pub bodies: Arc<Semaphore>,
+    /// Memory for request bodies, of the whole site.
+    pub bodies: Shares<PeerKey>,
     /// The requests.
     pub running: Running,
 }
@@ -221,20 +221,16 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for room for a request; the permit is released with the last of its bytes.
+    /// Waits for room for a request; it is returned with the last of its bytes.
     async fn held(&self, payload: Bytes) -> Bytes {
         if payload.len() <= SMALL {
             return payload;
         }
-        let room = self.bodies.clone();
-        match room.acquire_many_owned(payload.len() as u32).await {
-            Ok(room) => Bytes::from_owner(PayloadWithRoom {
-                payload,
-                _room: room,
-            }),
-            // Never closed.
-            Err(_) => payload,
-        }
+        let room = self.bodies.take(self.key.0, payload.len() as u64).await;
+        Bytes::from_owner(PayloadWithRoom {
+            payload,
+            _room: room,
+        })
     }
 
     /// Queues the error that ends the connection ahead of all other replies.
@@ -298,7 +294,9 @@ impl Connection {
             drop(state);
             let connection = self.clone();
             let kind = unit.kind(front);
-            self.pool.submit(self.key, kind, move |scratch| {
+            let effect = Effect::of(&unit, self.shape.chunk);
+            let bytes = effect.read.saturating_add(effect.written);
+            self.pool.submit(self.key, kind, bytes, move |scratch| {
                 connection.work(unit, front, scratch)
             });
         }

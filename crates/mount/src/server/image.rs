@@ -8,7 +8,7 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::Overlay;
 use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
-use drover_net::{Code, PeerKey, Refusal};
+use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::changes;
 use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
@@ -37,6 +37,20 @@ pub trait Images: Send + Sync {
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
         Ok(self.open(name)?.digest)
     }
+
+    /// Checks that a peer, which has the right to read, may open this image. Called like [`Images::open`], for every
+    /// connection.
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal>;
+
+    /// Checks that a peer may take so many more bytes of the site's disks. Called before every write, on a thread that
+    /// may block for a moment.
+    ///
+    /// # Errors
+    /// [`Code::NoSpace`].
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal>;
 
     /// The directory of an image's overlay, created if missing. Called like [`Images::open`].
     ///
@@ -343,6 +357,11 @@ impl Image {
         self.overlay.get().map_or(0, |device| device.committed().0)
     }
 
+    /// Checks that a peer may take so many more bytes.
+    pub fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal> {
+        self.images.room(peer, bytes)
+    }
+
     /// Stages part of the next epoch.
     ///
     /// # Errors
@@ -488,13 +507,21 @@ impl Image {
 #[cfg(test)]
 mod tests {
     use drover_device::backend::MemoryDevice;
-    use drover_net::{Peer, Rights};
+    use drover_net::Rights;
 
     use super::*;
 
     struct One;
 
     impl Images for One {
+        fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+            Ok(())
+        }
+
+        fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+            Ok(())
+        }
+
         fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
             Ok(Base {
                 device: Arc::new(MemoryDevice::from_bytes(&[0; 8192])),
@@ -514,7 +541,8 @@ mod tests {
                 peer: Peer {
                     key: PeerKey([n; 32]),
                     name: format!("site{n}"),
-                    rights: Rights::PEER,
+                    rights: Rights::DEFAULT.of_peer(),
+                    domain: "default".into(),
                 },
                 mount: MountId([n; 16]),
                 link: 1,

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use drover_net::PeerKey;
 use drover_store::lease::MountId;
@@ -53,14 +54,16 @@ struct PoolShared {
 }
 
 struct PoolState {
-    schedule: Schedule<JobOwner, Job>,
+    schedule: JobSchedule,
     closed: bool,
 }
 
-/// The mount that a job belongs to.
+/// The peer and the mount that a job belongs to.
 pub type JobOwner = (PeerKey, MountId);
 
-type Next = fn(&mut Schedule<JobOwner, Job>) -> Option<(Running<JobOwner>, Job)>;
+type JobSchedule = Schedule<PeerKey, MountId, Job>;
+
+type Next = fn(&mut JobSchedule) -> Option<(Running<PeerKey, MountId>, Job)>;
 
 impl Pool {
     /// Starts a pool with the threads of [`Limits::new`].
@@ -101,15 +104,16 @@ impl Pool {
         Ok(())
     }
 
-    /// Queues a job of a mount.
+    /// Queues a job of a mount that reads or writes so many bytes.
     pub fn submit(
         &self,
         who: JobOwner,
         kind: Kind,
+        bytes: u64,
         job: impl FnOnce(&mut WorkerScratch) + Send + 'static,
     ) {
         let mut state = self.shared.state.lock();
-        state.schedule.put(who, kind, Box::new(job));
+        state.schedule.put(who, kind, bytes, Box::new(job));
         drop(state);
         self.shared.more(kind).notify_one();
     }
@@ -149,9 +153,11 @@ impl PoolShared {
                     self.changes.notify_one();
                 }
                 drop(state);
+                let began = Instant::now();
                 job(scratch);
+                let took = began.elapsed();
                 state = self.state.lock();
-                state.schedule.done(running);
+                state.schedule.done(running, took);
                 // Wakes a thread that was blocked by this job.
                 more.notify_one();
             } else if state.closed {
@@ -176,13 +182,13 @@ mod tests {
         let (say, hear) = mpsc::channel();
         let (go, gate) = mpsc::channel::<()>();
         // A background job that does not end occupies all threads for background work.
-        pool.submit(who(1), Kind::Back, move |_| gate.recv().unwrap());
+        pool.submit(who(1), Kind::Back, 0, move |_| gate.recv().unwrap());
         for n in 0..3 {
             let say = say.clone();
-            pool.submit(who(1), Kind::Back, move |_| say.send(n).unwrap());
+            pool.submit(who(1), Kind::Back, 0, move |_| say.send(n).unwrap());
         }
         let front = say.clone();
-        pool.submit(who(1), Kind::Front, move |_| front.send(100).unwrap());
+        pool.submit(who(1), Kind::Front, 0, move |_| front.send(100).unwrap());
         assert_eq!(hear.recv().unwrap(), 100);
         assert!(hear.try_recv().is_err());
         go.send(()).unwrap();
@@ -196,7 +202,7 @@ mod tests {
         let who = (PeerKey([1; 32]), MountId([1; 16]));
         let (say, hear) = mpsc::channel();
         let (end_sync, sync) = mpsc::channel::<()>();
-        pool.submit(who, Kind::Sync, move |_| {
+        pool.submit(who, Kind::Sync, 0, move |_| {
             let _ = sync.recv();
         });
         let mut gates = Vec::new();
@@ -204,7 +210,7 @@ mod tests {
             let (gate, passes) = mpsc::channel::<()>();
             gates.push(gate);
             let say = say.clone();
-            pool.submit(who, Kind::Write(at, at + 1), move |_| {
+            pool.submit(who, Kind::Write(at, at + 1), 0, move |_| {
                 say.send(at).unwrap();
                 let _ = passes.recv();
             });
@@ -229,7 +235,7 @@ mod tests {
         for n in 0..50 {
             let gate = gate.clone();
             let kind = if n % 2 == 0 { Kind::Sync } else { Kind::Change };
-            pool.submit(who(1), kind, move |_| {
+            pool.submit(who(1), kind, 0, move |_| {
                 let _ = gate.lock().recv();
             });
         }
@@ -240,7 +246,7 @@ mod tests {
             (3, Kind::Sync),
         ] {
             let say = say.clone();
-            pool.submit(who(n), kind, move |_| say.send(n).unwrap());
+            pool.submit(who(n), kind, 0, move |_| say.send(n).unwrap());
         }
         let mut done: Vec<u8> = (0..4).map(|_| hear.recv().unwrap()).collect();
         done.sort_unstable();

@@ -1,5 +1,7 @@
 //! Executes a request, on a thread of the pool.
 
+use std::time::{Duration, Instant};
+
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
 use drover_device::remote::{Change, Shape};
@@ -13,6 +15,10 @@ use crate::protocol::{Coding, MAX_DIGESTS, MAX_RUNS, Reply, Request, refusal_of}
 
 /// Maximum extents examined for one presence reply.
 const MAX_LOOKS: usize = 4096;
+
+/// Time after which a presence reply is sent with what was examined so far: the tables of an image may be made so that
+/// it takes long.
+const MAX_PRESENCE_TIME: Duration = Duration::from_millis(20);
 
 /// A reply waiting for the link.
 #[derive(Debug)]
@@ -217,6 +223,20 @@ impl Client<'_> {
             return self.image.commit(epoch, covers, peer, mount);
         }
         self.image.check_lease(peer, mount)?;
+        let takes = match *request {
+            // Staged, and copied at the commit.
+            Request::Write { length, .. } => 2 * u64::from(length),
+            Request::DirectWrite { length, .. } => u64::from(length),
+            Request::DirectZero {
+                length,
+                keep_allocated: true,
+                ..
+            } => length,
+            _ => 0,
+        };
+        if takes > 0 {
+            self.image.room(&peer, takes)?;
+        }
         let mut unpacked = |coding: Coding, length: u32| {
             scratch
                 .unpacker
@@ -287,7 +307,7 @@ impl Client<'_> {
         let mut at = start;
         // Start of the zeros that contain `at`.
         let mut zeros_from: Option<u64> = None;
-        let mut looks = 0;
+        let (mut looks, began) = (0, Instant::now());
         let whole = |from: u64, to: u64| {
             // A short last chunk is complete at the device's end.
             let to = if to == self.shape.size {
@@ -313,6 +333,9 @@ impl Client<'_> {
                 if runs.len() + 1 >= MAX_RUNS || looks >= MAX_LOOKS {
                     break 'all;
                 }
+            }
+            if began.elapsed() >= MAX_PRESENCE_TIME {
+                break;
             }
         }
         if let Some(from) = zeros_from {

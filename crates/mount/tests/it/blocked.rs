@@ -11,7 +11,7 @@ use drover_device::backend::MemoryDevice;
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::server::{Base, Images, Server};
-use drover_net::Refusal;
+use drover_net::{Peer, PeerKey, Refusal};
 use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
 use tokio::runtime::Runtime;
@@ -127,6 +127,14 @@ struct Shelf {
 }
 
 impl Images for Shelf {
+    fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
         let device: Arc<dyn BlockDevice> = match name.as_str() {
             "slow" => Arc::new(Hangs {

@@ -22,6 +22,7 @@ fn what_is_done_for_a_claim_is_done_only_while_it_is_held() {
         key: Identity::generate().key(),
         name: "the site itself".into(),
         rights: Rights::OWNER,
+        domain: "default".into(),
     };
     let key = (peer.key, mount);
     let claim = site.server.claim(&image, peer, mount, "a merge").unwrap();

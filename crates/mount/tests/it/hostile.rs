@@ -1,6 +1,8 @@
-//! Peers that violate the protocol: here malicious sites, in `mounts` malicious mounts.
+//! Peers that violate the protocol: here malicious sites, in `mounts` malicious mounts, in `turns` those
+//! that ask for what takes long.
 
 mod mounts;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -39,7 +39,8 @@ async fn listen(listener: Listener, server: Arc<Server>) {
             let peer = Peer {
                 key: connection.peer().expect("a key"),
                 name: "nantes".into(),
-                rights: Rights::PEER,
+                rights: Rights::DEFAULT.of_peer(),
+                domain: "default".into(),
             };
             let (_go, stop) = watch::channel(false);
             let call = IncomingCall::receive(connection, stop)

@@ -11,7 +11,7 @@ use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
 use drover_mount::server::{Base, Images};
-use drover_net::Refusal;
+use drover_net::{Peer, PeerKey, Refusal};
 use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_storage::{HostDirectory, Lock};
 use drover_store::lease::{Access, MountId};
@@ -32,6 +32,14 @@ struct Held {
 }
 
 impl Images for Held {
+    fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
         self.shelf.open(name)
     }

@@ -10,7 +10,8 @@ use drover_device::backend::MemoryDevice;
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::server::{Base, Config, Images, Server};
 use drover_net::service::IncomingCall;
-use drover_net::{Code, Connection, Identity, Peer, Refusal, Rights};
+use drover_net::{Code, Connection, Identity, Peer, PeerKey, Refusal, Rights};
+use drover_store::lease::Access;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -45,6 +46,14 @@ impl Shelf {
 }
 
 impl Images for Shelf {
+    fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
         let found = self.0.lock().get(name).cloned();
         found.ok_or_else(|| {
@@ -134,7 +143,8 @@ impl Near {
         let peer = Peer {
             key: Identity::generate().key(),
             name: "nantes".into(),
-            rights: Rights::PEER,
+            rights: Rights::DEFAULT.of_peer(),
+            domain: "default".into(),
         };
         Self::again(server, peer)
     }

@@ -48,6 +48,15 @@ impl<K: Copy + Eq + Hash, T> Turns<K, T> {
         Some((who, item))
     }
 
+    /// Whether [`Turns::take`] would take something.
+    #[must_use]
+    pub fn has(&self, may: impl Fn(&K, &T) -> bool) -> bool {
+        self.turns.iter().any(|who| {
+            let next = self.waiting.get(who).and_then(VecDeque::front);
+            next.is_some_and(|item| may(who, item))
+        })
+    }
+
     /// Whether nothing waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {

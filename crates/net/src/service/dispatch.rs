@@ -17,7 +17,7 @@ use super::call::next;
 use super::{Peer, Request, decode_call, kind};
 use crate::frame::corrupt;
 use crate::{
-    Code, Connection, FrameReader, FrameWriter, NetError, Refusal, Right, Rights, Role, decode,
+    Code, Connection, FrameReader, FrameWriter, NetError, PeerKey, Refusal, Right, Role, decode,
     encode, greet,
 };
 
@@ -172,6 +172,7 @@ impl IncomingCall {
 #[derive(Debug)]
 pub struct Exchange<'a, R> {
     call: &'a mut IncomingCall,
+    caller: PeerKey,
     request: PhantomData<fn(R)>,
 }
 
@@ -180,6 +181,18 @@ impl<R: Request> Exchange<'_, R> {
     #[must_use]
     pub fn stop(&self) -> watch::Receiver<bool> {
         self.call.stop.clone()
+    }
+
+    /// The key of the caller; on a Unix socket the site's own.
+    #[must_use]
+    pub fn caller(&self) -> PeerKey {
+        self.caller
+    }
+
+    /// The caller's end of the connection, for messages: its address, except on a Unix socket.
+    #[must_use]
+    pub fn remote(&self) -> &str {
+        self.call.reader.peer_text()
     }
 
     /// Sends progress.
@@ -223,6 +236,7 @@ impl<R: Request, H: Handler<R>> Service for HandlerService<R, H> {
             let request = call.request()?;
             let mut exchange = Exchange {
                 call: &mut call,
+                caller: peer.key,
                 request: PhantomData,
             };
             let sent = match self.0.handle(&peer, request, &mut exchange).await {
@@ -261,11 +275,10 @@ impl Services {
         self.add(HandlerService(handler, PhantomData));
     }
 
-    /// Whether a caller with these rights may use the service of that id.
+    /// The right that the service of that id requires; none when there is no such service.
     #[must_use]
-    pub fn allow(&self, rights: Rights, id: &str) -> bool {
-        let service = self.by_id.get(id);
-        service.is_some_and(|service| rights.has(service.right()))
+    pub fn right(&self, id: &str) -> Option<Right> {
+        self.by_id.get(id).map(|service| service.right())
     }
 
     /// Serves one call to its end. A call for an unknown service, or without the right, is refused.
@@ -278,10 +291,7 @@ impl Services {
         };
         let right = service.right();
         if !peer.rights.has(right) {
-            let text = match right {
-                Right::Manage => "only allowed on the site's own host",
-                _ => "only allowed for peers, over the network",
-            };
+            let text = format!("the right {} is needed", right.name());
             return Ok(call.refuse(&Refusal::new(Code::Denied, text)).await?);
         }
         service.serve(peer, call).await

@@ -102,6 +102,7 @@ fn served(rights: Rights) -> (Connection, JoinHandle<Result<(), String>>) {
             key: Identity::generate().key(),
             name: "lyon".into(),
             rights,
+            domain: "default".into(),
         };
         let (_go, stop) = watch::channel(false);
         let call = IncomingCall::receive(there, stop)
@@ -128,7 +129,7 @@ fn refusal<T: std::fmt::Debug>(result: Result<T, NetError>) -> Refusal {
 
 #[tokio::test]
 async fn both_ends_say_how_far_they_are() {
-    let (here, served) = served(Rights::PEER);
+    let (here, served) = served(Rights::DEFAULT.of_peer());
     let mut counting = OutgoingCall::start(here, &Count(3)).await.unwrap();
     let mut heard = Vec::new();
     let reply = loop {
@@ -143,7 +144,7 @@ async fn both_ends_say_how_far_they_are() {
     counting.close().await;
     assert_eq!((heard, reply.as_str()), (vec![2, 1, 0], "lyon counted"));
     served.await.unwrap().unwrap();
-    let (here, _) = self::served(Rights::PEER);
+    let (here, _) = self::served(Rights::DEFAULT.of_peer());
     let mut counting = OutgoingCall::start(here, &Count(9)).await.unwrap();
     assert!(matches!(
         counting.next().await.unwrap(),
@@ -155,17 +156,24 @@ async fn both_ends_say_how_far_they_are() {
 
 #[tokio::test]
 async fn whoever_may_not_or_asks_for_nothing_there_is_is_refused() {
-    let said = refusal(call(served(Rights::PEER).0, &Count(13), |_| {}).await);
+    let said = refusal(call(served(Rights::DEFAULT.of_peer()).0, &Count(13), |_| {}).await);
     assert_eq!(said, Refusal::new(Code::Denied, "not that one"));
     assert!(!said.retry);
-    let said = refusal(call(served(Rights::PEER).0, &Shout("x".into()), |()| {}).await);
+    let said = refusal(
+        call(
+            served(Rights::DEFAULT.of_peer()).0,
+            &Shout("x".into()),
+            |()| {},
+        )
+        .await,
+    );
     assert_eq!(said.code, Code::Denied);
-    assert!(said.message.contains("own host"), "{said}");
+    assert!(said.message.contains("the right manage"), "{said}");
     let said = refusal(call(served(Rights::OWNER).0, &Shout("x".into()), |()| {}).await);
     assert_eq!((said.code, said.retry), (Code::Busy, true));
     let said = refusal(call(served(Rights::STRANGER).0, &Count(1), |_| {}).await);
     assert_eq!(said.code, Code::Denied);
-    let (mut reader, mut writer, served) = greeted(Rights::PEER).await;
+    let (mut reader, mut writer, served) = greeted(Rights::DEFAULT.of_peer()).await;
     writer.send(kind::CALL, b"\x04none").await.unwrap();
     writer.flush().await.unwrap();
     let frame = reader.next().await.unwrap().unwrap();
@@ -179,7 +187,7 @@ async fn whoever_may_not_or_asks_for_nothing_there_is_is_refused() {
 
 #[tokio::test]
 async fn a_conversation_follows_a_reply_and_may_begin_in_the_same_flight() {
-    let (here, served) = served(Rights::PEER);
+    let (here, served) = served(Rights::DEFAULT.of_peer());
     let (mut reader, mut writer) = here.split();
     open(&mut writer, &OpenEcho).await.unwrap();
     writer.send(0x42, b"early").await.unwrap();
@@ -205,7 +213,7 @@ async fn what_is_no_call_ends_the_connection() {
         (kind::CALL, &long),
     ];
     for (kind, payload) in bad {
-        let (mut reader, mut writer, served) = greeted(Rights::PEER).await;
+        let (mut reader, mut writer, served) = greeted(Rights::DEFAULT.of_peer()).await;
         writer.send(kind, payload).await.unwrap();
         writer.flush().await.unwrap();
         assert!(!matches!(reader.next().await, Ok(Some(_))), "{payload:?}");
@@ -213,7 +221,7 @@ async fn what_is_no_call_ends_the_connection() {
     }
     // A request that is none, and more than one.
     for rest in [&b""[..], &[0x80], &[1, 2]] {
-        let (mut reader, mut writer, served) = greeted(Rights::PEER).await;
+        let (mut reader, mut writer, served) = greeted(Rights::DEFAULT.of_peer()).await;
         let payload = [b"\x0atest.count", rest].concat();
         writer.send(kind::CALL, &payload).await.unwrap();
         writer.flush().await.unwrap();
@@ -224,7 +232,7 @@ async fn what_is_no_call_ends_the_connection() {
 
 #[tokio::test(start_paused = true)]
 async fn a_caller_that_wants_nothing_is_hung_up_on() {
-    let (mut reader, _writer, served) = greeted(Rights::PEER).await;
+    let (mut reader, _writer, served) = greeted(Rights::DEFAULT.of_peer()).await;
     assert!(!matches!(reader.next().await, Ok(Some(_))));
     let why = served.await.unwrap().unwrap_err();
     assert!(why.contains("took longer than 10s"), "{why}");

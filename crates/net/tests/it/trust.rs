@@ -208,22 +208,38 @@ async fn a_slow_handshake_times_out_without_delaying_others() {
     drop((silent, half));
 }
 
+/// Silent clients have all slots. Others still get through: the oldest of the silent ones make room.
 #[tokio::test]
-async fn strangers_cannot_pile_up() {
-    let (listener, _) = listener().await;
-    let mut clients = Vec::new();
-    let mut pending = Vec::new();
+async fn silent_clients_displace_each_other_and_nobody_else() {
+    let (listener, server) = listener().await;
+    let address = listener.local_addr();
+    let mut silent = Vec::new();
+    let mut handshakes = tokio::task::JoinSet::new();
     for _ in 0..drover_net::MAX_PENDING {
-        clients.push(TcpStream::connect(listener.local_addr()).await.unwrap());
-        pending.push(listener.accept().await.unwrap());
+        silent.push(TcpStream::connect(address).await.unwrap());
+        handshakes.spawn(listener.accept().await.unwrap().handshake());
     }
-    // One too many is dropped, and accept waits for another.
-    let mut refused = TcpStream::connect(listener.local_addr()).await.unwrap();
-    let waiting = tokio::time::timeout(Duration::from_millis(200), listener.accept()).await;
-    assert!(waiting.is_err());
-    assert_eq!(refused.read(&mut [0; 1]).await.unwrap_or(0), 0);
-    // When one has gone there is room again.
-    pending.pop();
-    let _again = TcpStream::connect(listener.local_addr()).await.unwrap();
-    listener.accept().await.unwrap();
+    let client = Identity::generate();
+    let (text, key, options) = (address.to_string(), server.key(), ConnectOptions::default());
+    let (there, here) = tokio::join!(one(&listener), connect(&text, &client, &key, &options));
+    there.unwrap();
+    here.unwrap();
+    let e = handshakes.join_next().await.unwrap().unwrap().unwrap_err();
+    assert!(matches!(e, NetError::Displaced { .. }), "{e}");
+    assert_eq!(silent[0].read(&mut [0; 1]).await.unwrap_or(0), 0);
+    // A connection keeps its slot until its peer is known.
+    let (pending, _here) = tokio::join!(
+        async { listener.accept().await.unwrap().authenticate().await },
+        connect(&text, &client, &key, &options)
+    );
+    let (_connection, slot) = pending.unwrap();
+    let lost = slot.hold("its request", std::future::pending::<()>());
+    let flood = async {
+        for _ in 0..=drover_net::MAX_PENDING {
+            silent.push(TcpStream::connect(address).await.unwrap());
+            handshakes.spawn(listener.accept().await.unwrap().handshake());
+        }
+    };
+    let (lost, ()) = tokio::join!(lost, flood);
+    assert!(matches!(lost, Err(NetError::Displaced { .. })), "{lost:?}");
 }

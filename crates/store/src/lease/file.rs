@@ -104,7 +104,7 @@ pub fn store(directory: &Path, record: &Record) -> Result<(), Refusal> {
     let path = directory.join(FILE_NAME);
     let body = encode(record);
     let write = || -> io::Result<()> {
-        fs::create_dir_all(directory)?;
+        drover_storage::make_private_dir(directory)?;
         let bytes = [&MAGIC, &blake3::hash(&body).as_bytes()[..], &body].concat();
         drover_storage::atomic_replace(&path, &bytes)
     };

@@ -8,7 +8,8 @@ fn who(n: u8) -> Who {
         peer: Peer {
             key: PeerKey([n; 32]),
             name: format!("site{n}"),
-            rights: Rights::PEER,
+            rights: Rights::DEFAULT.of_peer(),
+            domain: "default".into(),
         },
         mount: MountId([n; 16]),
         link: 1,

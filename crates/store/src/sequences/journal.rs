@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use drover_core::CompactIndex;
 use drover_index::{ImageId, SEGMENT_SLOTS};
+use drover_storage::create_private;
 
 use super::table::{Change, Pending, Table};
 
@@ -104,11 +105,7 @@ impl Journal {
             .for_each(|(first, p)| bytes.extend_from_slice(&encode(Change::Put(first, p))));
         let fresh = self.path.with_extension("pending.new");
         let write = || -> io::Result<File> {
-            let file = File::options()
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .open(&fresh)?;
+            let file = create_private(&fresh)?;
             file.write_all_at(&bytes, 0)?;
             file.sync_data()?;
             std::fs::rename(&fresh, &self.path)?;

@@ -9,6 +9,7 @@ use rusqlite::{Connection, ErrorCode};
 use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
 use super::seal::Seal;
+use super::upgrade::First;
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
 
@@ -116,22 +117,22 @@ fn contents(c: &Connection) -> Result<DatabaseState, RowError> {
         return Err(damaged("its tables are not the ones that were made"));
     }
     let mut again = Seal::blank();
-    for sum in [
-        sums::<Setting>(c)?,
-        sums::<Peer>(c)?,
-        sums::<TicketRow>(c)?,
-        sums::<ImageRecord>(c)?,
-    ]
-    .concat()
-    {
-        again.add(sum);
-    }
+    let sums = match version {
+        1 => all_sums::<First<Peer>, First<TicketRow>, First<ImageRecord>>(c)?,
+        _ => all_sums::<Peer, TicketRow, ImageRecord>(c)?,
+    };
+    sums.into_iter().for_each(|sum| again.add(sum));
     if (again.rows, again.content) != (seal.rows, seal.content) {
         return Err(damaged("rows are missing or have come back"));
     }
     Ok(DatabaseState::Good {
         revision: seal.revision,
     })
+}
+
+fn all_sums<P: Row, T: Row, I: Row>(c: &Connection) -> Result<Vec<i64>, RowError> {
+    let settings = sums::<Setting>(c)?;
+    Ok([settings, sums::<P>(c)?, sums::<T>(c)?, sums::<I>(c)?].concat())
 }
 
 fn sums<R: Row>(c: &Connection) -> Result<Vec<i64>, RowError> {

@@ -1,32 +1,15 @@
-//! Trusted peers in the SQLite catalog, and the tickets for pairing.
-
-use std::time::Duration;
+//! Peers in the SQLite catalog.
 
 use drover_net::PeerKey;
 use rusqlite::Transaction;
 use rusqlite::types::Value;
 
 use super::SiteCatalog;
-use super::rows::{Peer, Row, RowError, TicketRow};
+use super::rows::{Peer, Row, RowError};
 use super::seal::Seal;
 use crate::catalog_error::Result;
+use crate::grant::Grant;
 use crate::peer_name;
-
-/// Upper bound on stored tickets; the oldest are dropped.
-const MAX_TICKETS: usize = 1000;
-
-/// The outcome of a pairing request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PairOutcome {
-    /// The key is now trusted, under this name.
-    Paired(String),
-    /// The secret belongs to no ticket of this site.
-    UnknownTicket,
-    /// Another key used the ticket.
-    UsedTicket,
-    /// The ticket has expired.
-    ExpiredTicket,
-}
 
 impl SiteCatalog {
     /// All peers, by name.
@@ -53,12 +36,13 @@ impl SiteCatalog {
         self.read("finding a peer", |c| by_key(c, key))
     }
 
-    /// Stores a peer under a name chosen here; a known key gets the new name and addresses.
+    /// Stores a peer under a name chosen here; a known key gets the new name, addresses and grant.
     ///
     /// # Errors
-    /// `CatalogError::Conflict` when another key has the name.
+    /// `CatalogError::Conflict` when another key has the name, or the grant is not valid.
     pub fn put_peer(&self, peer: &Peer) -> Result<()> {
         self.change("storing a peer", |tx, seal| {
+            peer.grant.check().map_err(RowError::Conflict)?;
             if Peer::get(tx, &peer.name)?.is_some_and(|p| p.key != peer.key) {
                 return Err(RowError::Conflict(format!(
                     "another site is called {0} here already; choose another name, or `drover peers forget {0}` first",
@@ -77,99 +61,33 @@ impl SiteCatalog {
         self.change("forgetting a peer", |tx, seal| seal.take(tx, name))
     }
 
-    /// Stores a ticket that can be used once within `lifetime`.
+    /// Changes what the peer of this name may do, and returns the peer as it is then; `None` when there is none.
     ///
     /// # Errors
-    /// When the database cannot be written.
-    pub fn add_ticket(&self, secret: &[u8; 16], now_unix: i64, lifetime: Duration) -> Result<()> {
-        let lifetime = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
-        self.change("storing a ticket", |tx, seal| {
-            // Drop tickets that can no longer be used; they are kept for another week so that an attempt to use one
-            // gets a specific error.
-            let mut tickets = TicketRow::all(tx)?;
-            tickets.sort_by_key(|t| t.created_unix);
-            let too_many = (tickets.len() + 1).saturating_sub(MAX_TICKETS);
-            for (i, t) in tickets.iter().enumerate() {
-                if i < too_many || t.expires_unix < now_unix.saturating_sub(7 * 86_400) {
-                    seal.take::<TicketRow>(tx, &t.secret)?;
-                }
-            }
-            seal.put(
-                tx,
-                &TicketRow {
-                    secret: hidden(secret),
-                    created_unix: now_unix,
-                    expires_unix: now_unix.saturating_add(lifetime),
-                    used_by: String::new(),
-                },
-            )?;
-            Ok(())
-        })
-    }
-
-    /// Redeems a ticket: from now on `key` is trusted, under `wanted` or a free variant of that name. The same key may
-    /// redeem the same ticket again, so that a request can be retried when its reply was lost.
-    ///
-    /// # Errors
-    /// When the database cannot be written.
-    pub fn pair(
-        &self,
-        secret: &[u8; 16],
-        key: PeerKey,
-        wanted: &str,
-        addresses: &[String],
-        now_unix: i64,
-    ) -> Result<PairOutcome> {
-        self.change("pairing", |tx, seal| {
-            let Some(ticket) = TicketRow::get(tx, &hidden(secret))? else {
-                return Ok(PairOutcome::UnknownTicket);
+    /// `CatalogError::Conflict` when the grant is not valid, or when the database cannot be written.
+    pub fn set_grant(&self, name: &str, grant: &Grant) -> Result<Option<Peer>> {
+        self.change("changing what a peer may do", |tx, seal| {
+            grant.check().map_err(RowError::Conflict)?;
+            let Some(peer) = Peer::get(tx, name)? else {
+                return Ok(None);
             };
-            let known = by_key(tx, &key)?;
-            let again = ticket.used_by == key.to_string() && known.is_some();
-            if !ticket.used_by.is_empty() && !again {
-                return Ok(PairOutcome::UsedTicket);
-            }
-            if ticket.expires_unix <= now_unix && !again {
-                return Ok(PairOutcome::ExpiredTicket);
-            }
-            let name = match &known {
-                Some(peer) => peer.name.clone(),
-                None => free_name(tx, wanted)?,
+            let peer = Peer {
+                grant: grant.clone(),
+                ..peer
             };
-            let kept = known.map(|k| k.addresses).unwrap_or_default();
-            let addresses = if addresses.is_empty() {
-                kept
-            } else {
-                addresses.to_vec()
-            };
-            replace(
-                tx,
-                seal,
-                &Peer {
-                    name: name.clone(),
-                    key,
-                    addresses,
-                    paired_unix: now_unix,
-                },
-            )?;
-            seal.put(
-                tx,
-                &TicketRow {
-                    used_by: key.to_string(),
-                    ..ticket
-                },
-            )?;
-            Ok(PairOutcome::Paired(name))
+            seal.put(tx, &peer)?;
+            Ok(Some(peer))
         })
     }
 }
 
-fn by_key(c: &rusqlite::Connection, key: &PeerKey) -> Result<Option<Peer>, RowError> {
+/// The peer with this key.
+pub(super) fn by_key(c: &rusqlite::Connection, key: &PeerKey) -> Result<Option<Peer>, RowError> {
     Peer::find(c, "key", &Value::Text(key.to_string()))
 }
 
 /// Inserts a peer, replacing any with the same key.
-fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Result<(), RowError> {
+pub(super) fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Result<(), RowError> {
     if let Some(old) = by_key(tx, &peer.key)? {
         seal.take::<Peer>(tx, &old.name)?;
     }
@@ -177,18 +95,15 @@ fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Result<(), Row
     Ok(())
 }
 
-fn free_name(tx: &Transaction<'_>, wanted: &str) -> Result<String, RowError> {
+/// `wanted` or a variant of it that no other key has.
+pub(super) fn free_name(
+    tx: &Transaction<'_>,
+    wanted: &str,
+    key: &PeerKey,
+) -> Result<String, RowError> {
     let peers = Peer::all(tx)?;
     let wanted = peer_name::from_untrusted(wanted);
     Ok(peer_name::unique(&wanted, |n| {
-        peers.iter().any(|p| p.name == n)
+        peers.iter().any(|p| p.name == n && p.key != *key)
     }))
-}
-
-/// The hash of a ticket's secret, which is what is stored.
-fn hidden(secret: &[u8; 16]) -> String {
-    blake3::derive_key("drover 2026 ticket secret", secret)
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect()
 }

@@ -9,6 +9,7 @@ use rusqlite::{Connection, TransactionBehavior};
 use super::check::{DatabaseState, examine};
 use super::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Row, RowError, Setting};
 use super::seal::Seal;
+use super::upgrade::{self, First, FormerGrant};
 use super::{schema, spare};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
@@ -34,7 +35,7 @@ impl Users {
 ///
 /// Order of preference: an intact catalog, unless the spare is newer (then the catalog's log lost changes); else the
 /// spare; else the rows of either that have valid checksums.
-pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
+pub fn ensure_sound(path: &Path, former: &FormerGrant<'_>) -> Result<(Users, Vec<String>)> {
     let spare_path = spare::path_of(path);
     let users_path = path.with_extension("users");
     let users = open_private(&users_path).map_err(CatalogError::file("open", &users_path))?;
@@ -86,6 +87,7 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
             path,
             &what,
             matches!(spare, DatabaseState::Good { .. }),
+            former,
         )?);
     }
     if alone {
@@ -96,7 +98,12 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
 }
 
 /// Replaces the catalog, keeping the damaged file next to it, and describes the repair.
-fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
+fn repair(
+    path: &Path,
+    what: &str,
+    spare_is_good: bool,
+    former: &FormerGrant<'_>,
+) -> Result<String> {
     let spare_path = spare::path_of(path);
     let fresh = path.with_extension("new");
     spare::remove_with_log(&fresh)?;
@@ -108,7 +115,7 @@ fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
             spare_path.display()
         )
     } else {
-        let (peers, images) = salvage(&[path, &spare_path], &fresh)?;
+        let (peers, images) = salvage(&[path, &spare_path], &fresh, former)?;
         format!(
             "{shown} and its spare copy were damaged ({what}); saved from them: {peers} peers, {images} images. \
              Pair with peers that are missing, and index images that are missing with `drover index`"
@@ -134,15 +141,15 @@ fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
 
 /// Creates a database at `to` from the intact rows of the first of `from` that has any; tickets are omitted, so that
 /// none can be used twice. Returns the number of peers and images.
-fn salvage(from: &[&Path], to: &Path) -> Result<(usize, usize)> {
+fn salvage(from: &[&Path], to: &Path, former: &FormerGrant<'_>) -> Result<(usize, usize)> {
     let mut settings = Vec::new();
     let mut peers: Vec<Peer> = Vec::new();
     let mut images: Vec<ImageRecord> = Vec::new();
     for path in from {
         if let Ok(c) = schema::open_to_look(path) {
-            settings = good(&c);
-            peers = good(&c);
-            images = good(&c);
+            settings = good(&c, |_| {});
+            peers = good(&c, |peers| upgrade::give(peers, former));
+            images = good(&c, |images| upgrade::own(images, &peers));
         }
         if !peers.is_empty() || !images.is_empty() {
             break;
@@ -153,16 +160,20 @@ fn salvage(from: &[&Path], to: &Path) -> Result<(usize, usize)> {
     peers.dedup_by(|a, b| a.name == b.name || a.key == b.key);
     images.sort_by(|a, b| a.name.cmp(&b.name));
     images.dedup_by(|a, b| a.name == b.name || a.id == b.id);
-    write(to, settings, &peers, &images).map_err(|e| e.at("saving rows", to))?;
+    write(to, settings, &peers, &images, former).map_err(|e| e.at("saving rows", to))?;
     Ok((peers.len(), images.len()))
 }
 
-fn good<R: Row>(c: &Connection) -> Vec<R> {
-    R::each(c)
-        .unwrap_or_default()
-        .into_iter()
-        .filter_map(Result::ok)
-        .collect()
+/// The intact rows of a table; `complete` adds what those of schema 1 do not have.
+fn good<R: Row>(c: &Connection, complete: impl FnOnce(&mut [R])) -> Vec<R> {
+    if let Ok(rows) = R::each(c) {
+        return rows.into_iter().filter_map(Result::ok).collect();
+    }
+    let rows = First::<R>::each(c).unwrap_or_default();
+    let rows = rows.into_iter().filter_map(Result::ok);
+    let mut rows: Vec<R> = rows.map(|First(row)| row).collect();
+    complete(&mut rows);
+    rows
 }
 
 fn write(
@@ -170,8 +181,10 @@ fn write(
     settings: Vec<Setting>,
     peers: &[Peer],
     images: &[ImageRecord],
+    former: &FormerGrant<'_>,
 ) -> Result<(), RowError> {
-    let mut connection = schema::open_for_use(to).map_err(|e| RowError::Conflict(e.to_string()))?;
+    let mut connection =
+        schema::open_for_use(to, former).map_err(|e| RowError::Conflict(e.to_string()))?;
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let mut seal = Seal::load(&tx)?;
     for setting in settings.iter().filter(|s| s.key != NEXT_ID) {

@@ -11,6 +11,8 @@ use rusqlite::{Connection, OptionalExtension};
 
 use crate::catalog::ImageRecord;
 use crate::catalog_error::CatalogError;
+use crate::domain;
+use crate::grant::Grant;
 
 /// The setting with the next image ID.
 pub const NEXT_ID: &str = "next image id";
@@ -57,12 +59,19 @@ pub trait Row: Sized {
     const TABLE: &'static str;
     /// The columns except `sum`.
     const COLUMNS: &'static [&'static str];
+    /// How many of them schema 1 had: the first.
+    const FIRST: usize = Self::COLUMNS.len();
 
     /// The values of [`Row::COLUMNS`], in order.
     fn values(&self) -> Vec<Value>;
 
     /// Builds a row from these values; `None` if they are invalid.
     fn of(values: &[Value]) -> Option<Self>;
+
+    /// The values for a row of schema 1 in the columns after [`Row::FIRST`].
+    fn added() -> Vec<Value> {
+        Vec::new()
+    }
 
     /// The row's checksum.
     fn sum(&self) -> i64 {
@@ -186,7 +195,7 @@ impl Row for Setting {
     }
 }
 
-/// A peer: a site that this one trusts, and that trusts it.
+/// A peer: a site whose key this one knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Its name here.
@@ -197,23 +206,42 @@ pub struct Peer {
     pub addresses: Vec<String>,
     /// When it was paired, in seconds since 1970.
     pub paired_unix: i64,
+    /// What it may do here.
+    pub grant: Grant,
 }
 
 impl Row for Peer {
     const TABLE: &'static str = "peers";
-    const COLUMNS: &'static [&'static str] = &["name", "key", "addresses", "paired_unix"];
+    const COLUMNS: &'static [&'static str] = &[
+        "name",
+        "key",
+        "addresses",
+        "paired_unix",
+        "rights",
+        "domain",
+        "quota_bytes",
+    ];
+    const FIRST: usize = 4;
 
     fn values(&self) -> Vec<Value> {
+        let [rights, domain, quota] = grant_values(&self.grant);
         vec![
             Value::Text(self.name.clone()),
             Value::Text(self.key.to_string()),
             Value::Text(self.addresses.join("\n")),
             Value::Integer(self.paired_unix),
+            rights,
+            domain,
+            quota,
         ]
     }
 
+    fn added() -> Vec<Value> {
+        grant_values(&Grant::default()).to_vec()
+    }
+
     fn of(values: &[Value]) -> Option<Self> {
-        let [name, key, addresses, paired] = values else {
+        let [name, key, addresses, paired, grant @ ..] = values else {
             return None;
         };
         Some(Peer {
@@ -221,6 +249,7 @@ impl Row for Peer {
             key: text(key)?.parse().ok()?,
             addresses: text(addresses)?.lines().map(String::from).collect(),
             paired_unix: integer(paired)?,
+            grant: grant_of(grant)?,
         })
     }
 }
@@ -236,23 +265,47 @@ pub struct TicketRow {
     pub expires_unix: i64,
     /// The key that redeemed it; empty if none did.
     pub used_by: String,
+    /// What the peer that redeems it may do.
+    pub grant: Grant,
+    /// The name that this peer gets; empty for the one that it proposes.
+    pub name: String,
 }
 
 impl Row for TicketRow {
     const TABLE: &'static str = "tickets";
-    const COLUMNS: &'static [&'static str] = &["secret", "created_unix", "expires_unix", "used_by"];
+    const COLUMNS: &'static [&'static str] = &[
+        "secret",
+        "created_unix",
+        "expires_unix",
+        "used_by",
+        "rights",
+        "domain",
+        "quota_bytes",
+        "name",
+    ];
+    const FIRST: usize = 4;
 
     fn values(&self) -> Vec<Value> {
+        let [rights, domain, quota] = grant_values(&self.grant);
         vec![
             Value::Text(self.secret.clone()),
             Value::Integer(self.created_unix),
             Value::Integer(self.expires_unix),
             Value::Text(self.used_by.clone()),
+            rights,
+            domain,
+            quota,
+            Value::Text(self.name.clone()),
         ]
     }
 
+    fn added() -> Vec<Value> {
+        let [rights, domain, quota] = grant_values(&Grant::default());
+        vec![rights, domain, quota, Value::Text(String::new())]
+    }
+
     fn of(values: &[Value]) -> Option<Self> {
-        let [secret, created, expires, used] = values else {
+        let [secret, created, expires, used, grant @ .., name] = values else {
             return None;
         };
         Some(TicketRow {
@@ -260,6 +313,8 @@ impl Row for TicketRow {
             created_unix: integer(created)?,
             expires_unix: integer(expires)?,
             used_by: text(used)?,
+            grant: grant_of(grant)?,
+            name: text(name)?,
         })
     }
 }
@@ -279,7 +334,10 @@ impl Row for ImageRecord {
         "added_unix",
         "peer",
         "external",
+        "owner",
+        "shared",
     ];
+    const FIRST: usize = 12;
 
     fn values(&self) -> Vec<Value> {
         use std::os::unix::ffi::OsStrExt;
@@ -296,7 +354,13 @@ impl Row for ImageRecord {
             Value::Integer(self.added_unix),
             Value::Text(self.from.clone()),
             Value::Integer(i64::from(self.external)),
+            Value::Text(self.owner.map(|key| key.to_string()).unwrap_or_default()),
+            Value::Text(Vec::from_iter(self.shared.iter().map(ToString::to_string)).join(" ")),
         ]
+    }
+
+    fn added() -> Vec<Value> {
+        vec![Value::Text(String::new()), Value::Text(String::new())]
     }
 
     fn of(values: &[Value]) -> Option<Self> {
@@ -314,12 +378,15 @@ impl Row for ImageRecord {
             added,
             peer,
             external,
+            owner,
+            shared,
         ] = values
         else {
             return None;
         };
         let Value::Blob(path) = path else { return None };
         let stamp = text(stamp)?;
+        let owner = text(owner)?;
         Some(ImageRecord {
             name: ImageName::new(text(name)?).ok()?,
             id: ImageId(integer(id)? as u64),
@@ -337,8 +404,42 @@ impl Row for ImageRecord {
             added_unix: integer(added)?,
             from: text(peer)?,
             external: integer(external)? != 0,
+            owner: if owner.is_empty() {
+                None
+            } else {
+                Some(owner.parse().ok()?)
+            },
+            shared: {
+                let shared = text(shared)?;
+                let keys = shared.split_whitespace().map(|key| key.parse().ok());
+                keys.collect::<Option<_>>()?
+            },
         })
     }
+}
+
+/// The columns of a grant: `rights`, `domain` and `quota_bytes`, which is -1 for none.
+fn grant_values(grant: &Grant) -> [Value; 3] {
+    let quota = grant.quota_bytes;
+    [
+        Value::Text(grant.rights.to_string()),
+        Value::Text(grant.domain.clone()),
+        Value::Integer(quota.map_or(-1, |q| i64::try_from(q).unwrap_or(i64::MAX))),
+    ]
+}
+
+fn grant_of(values: &[Value]) -> Option<Grant> {
+    let [rights, domain, quota] = values else {
+        return None;
+    };
+    Some(Grant {
+        domain: domain::check(&text(domain)?).ok()?,
+        quota_bytes: match integer(quota)? {
+            -1 => None,
+            bytes => Some(u64::try_from(bytes).ok()?),
+        },
+        ..Grant::of(text(rights)?.parse().ok()?)
+    })
 }
 
 fn stamp_text(s: &Stamp) -> String {

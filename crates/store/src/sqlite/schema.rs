@@ -6,20 +6,28 @@ use std::path::Path;
 use std::time::Duration;
 
 use drover_storage::open_private;
+use rusqlite::backup::Backup;
 use rusqlite::limits::Limit;
 use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 
+use super::rows::{Row, RowError, Setting};
 use super::seal::Seal;
+use super::upgrade::{self, FormerGrant};
 use crate::catalog_error::{CatalogError, Result};
 
 /// How long a statement waits for another process's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// What is being done when a database cannot be opened.
+const OPENING: &str = "opening the catalog";
+
 /// `drov`: identifies the file as a drover catalog.
 pub const APPLICATION_ID: i64 = 0x6472_6f76;
 
-/// Migration `n` takes schema `n` to `n + 1`. Never change a released one; the `seal` table never changes.
-const MIGRATIONS: &[&str] = &["
+/// Migration `n` takes schema `n` to `n + 1`. Never change a released one; the `seal` table never changes. One that
+/// changes tables makes them anew: [`migrate`] fills them.
+const MIGRATIONS: &[&str] = &[
+    "
     CREATE TABLE seal (
         id INTEGER PRIMARY KEY CHECK (id = 1),
         schema INTEGER NOT NULL,
@@ -62,19 +70,58 @@ const MIGRATIONS: &[&str] = &["
         external INTEGER NOT NULL,
         sum INTEGER NOT NULL
     );
-"];
+",
+    "
+    DROP TABLE peers;
+    CREATE TABLE peers (
+        name TEXT PRIMARY KEY NOT NULL,
+        key TEXT UNIQUE NOT NULL,
+        addresses TEXT NOT NULL,
+        paired_unix INTEGER NOT NULL,
+        rights TEXT NOT NULL,
+        domain TEXT NOT NULL,
+        quota_bytes INTEGER NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    DROP TABLE tickets;
+    CREATE TABLE tickets (
+        secret TEXT PRIMARY KEY NOT NULL,
+        created_unix INTEGER NOT NULL,
+        expires_unix INTEGER NOT NULL,
+        used_by TEXT NOT NULL,
+        rights TEXT NOT NULL,
+        domain TEXT NOT NULL,
+        quota_bytes INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    DROP TABLE images;
+    CREATE TABLE images (
+        name TEXT PRIMARY KEY NOT NULL,
+        id INTEGER UNIQUE NOT NULL,
+        path BLOB NOT NULL,
+        format TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        data_bytes INTEGER NOT NULL,
+        virtual_bytes INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        stamp TEXT NOT NULL,
+        added_unix INTEGER NOT NULL,
+        peer TEXT NOT NULL,
+        external INTEGER NOT NULL,
+        owner TEXT NOT NULL,
+        shared TEXT NOT NULL,
+        sum INTEGER NOT NULL
+    );
+",
+];
 
 /// The current schema version.
 pub const VERSION: i64 = MIGRATIONS.len() as i64;
 
 /// Opens the database for reading and writing; creates its tables or migrates them.
-pub fn open_for_use(path: &Path) -> Result<Connection> {
-    let doing = "opening the catalog";
-    let sql = |error| CatalogError::Sql {
-        doing,
-        path: path.to_path_buf(),
-        error,
-    };
+pub fn open_for_use(path: &Path, former: &FormerGrant<'_>) -> Result<Connection> {
+    let sql = |error: rusqlite::Error| RowError::from(error).at(OPENING, path);
     // Create it private first: SQLite gives its other files the same mode.
     open_private(path).map_err(CatalogError::file("open", path))?;
     let mut connection = Connection::open(path).map_err(sql)?;
@@ -86,7 +133,7 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
     connection
         .pragma_update(None, "synchronous", "full")
         .map_err(sql)?;
-    migrate(&mut connection).map_err(sql)?;
+    migrate(&mut connection, former).map_err(|e| e.at("migrating the catalog", path))?;
     Ok(connection)
 }
 
@@ -97,8 +144,9 @@ pub fn open_to_look(path: &Path) -> rusqlite::Result<Connection> {
     Ok(connection)
 }
 
-/// Opens a database that no process changes, without creating files next to it.
-pub fn open_as_it_is(path: &Path) -> Result<Connection> {
+/// Opens a database that no process changes, read-only and without creating files next to it. One of an older schema is
+/// migrated in memory.
+pub fn open_as_it_is(path: &Path, former: &FormerGrant<'_>) -> Result<Connection> {
     let mut uri = b"file:".to_vec();
     for &byte in path.as_os_str().as_bytes() {
         match byte {
@@ -108,13 +156,21 @@ pub fn open_as_it_is(path: &Path) -> Result<Connection> {
     }
     uri.extend(b"?immutable=1");
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_URI;
-    let opened = Connection::open_with_flags(OsStr::from_bytes(&uri), flags)
-        .and_then(|c| set_up(&c).map(|()| c));
-    opened.map_err(|error| CatalogError::Sql {
-        doing: "opening the catalog",
-        path: path.to_path_buf(),
-        error,
-    })
+    let open = || -> Result<Connection, RowError> {
+        let connection = Connection::open_with_flags(OsStr::from_bytes(&uri), flags)?;
+        set_up(&connection)?;
+        if !(1..VERSION).contains(&version(&connection)?) {
+            return Ok(connection);
+        }
+        let mut copy = Connection::open_in_memory()?;
+        set_up(&copy)?;
+        Backup::new(&connection, &mut copy)?.run_to_completion(256, Duration::ZERO, None)?;
+        migrate(&mut copy, former)?;
+        // What is changed here would be lost.
+        copy.pragma_update(None, "query_only", true)?;
+        Ok(copy)
+    };
+    open().map_err(|e| e.at(OPENING, path))
 }
 
 /// Settings of every connection: the busy timeout, and protection against a malicious file.
@@ -128,23 +184,46 @@ fn set_up(connection: &Connection) -> rusqlite::Result<()> {
 }
 
 /// Runs the missing migrations in one transaction.
-fn migrate(connection: &mut Connection) -> rusqlite::Result<()> {
-    let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
-    if version >= VERSION {
+fn migrate(connection: &mut Connection, former: &FormerGrant<'_>) -> Result<(), RowError> {
+    if version(connection)? >= VERSION {
         return Ok(());
     }
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
-    let version: i64 = tx.pragma_query_value(None, "user_version", |r| r.get(0))?;
-    for step in MIGRATIONS
-        .iter()
-        .skip(usize::try_from(version).unwrap_or(0))
-    {
+    let from = version(&tx)?;
+    if from >= VERSION {
+        return Ok(());
+    }
+    let mut seal = Seal::blank();
+    let mut rows = upgrade::Rows::default();
+    if from > 0 {
+        seal.revision = Seal::load(&tx)?.revision;
+        rows = upgrade::rows(&tx, former)?;
+    }
+    for step in MIGRATIONS.iter().skip(usize::try_from(from).unwrap_or(0)) {
         tx.execute_batch(step)?;
     }
     tx.pragma_update(None, "application_id", APPLICATION_ID)?;
     tx.pragma_update(None, "user_version", VERSION)?;
-    Seal::first(&tx, VERSION)?;
-    tx.commit()
+    seal.schema = VERSION;
+    for setting in Setting::all(&tx)? {
+        seal.add(setting.sum());
+    }
+    for peer in &rows.peers {
+        seal.put(&tx, peer)?;
+    }
+    for ticket in &rows.tickets {
+        seal.put(&tx, ticket)?;
+    }
+    for image in &rows.images {
+        seal.put(&tx, image)?;
+    }
+    // A higher revision than that of a spare of the older schema.
+    seal.store(&tx)?;
+    Ok(tx.commit()?)
+}
+
+fn version(connection: &Connection) -> rusqlite::Result<i64> {
+    connection.pragma_query_value(None, "user_version", |r| r.get(0))
 }
 
 /// The definitions of tables and indices in the database.

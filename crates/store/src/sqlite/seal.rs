@@ -39,12 +39,6 @@ impl Seal {
         }
     }
 
-    /// Writes the seal of a new or migrated database, keeping its counts.
-    pub fn first(tx: &Transaction<'_>, schema: i64) -> rusqlite::Result<()> {
-        let old = Seal::load(tx).unwrap_or_else(|_| Seal::blank());
-        Seal { schema, ..old }.write(tx)
-    }
-
     /// Reads and verifies the seal.
     pub fn load(c: &Connection) -> Result<Seal, RowError> {
         let (schema, revision, rows, content, sum) = c

@@ -14,6 +14,9 @@ use super::*;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::catalog_error::CatalogError;
 
+mod rights;
+mod schema1;
+
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn open(dir: &Path) -> SiteCatalog {
@@ -28,6 +31,14 @@ fn peer(name: &str, n: u8) -> Peer {
         key: PeerKey([n; 32]),
         addresses: vec![format!("10.0.0.{n}:7377"), "host:1".into()],
         paired_unix: 1_700_000_000 + i64::from(n),
+        grant: match n {
+            2 => Grant {
+                domain: "acme".into(),
+                quota_bytes: Some(500 << 30),
+                ..Grant::of("read".parse().unwrap())
+            },
+            _ => Grant::default(),
+        },
     }
 }
 
@@ -51,6 +62,8 @@ fn image(name: &str, id: u64) -> ImageRecord {
         added_unix: 12,
         from: "lyon".into(),
         external: id % 2 == 1,
+        owner: id.is_multiple_of(2).then_some(PeerKey([1; 32])),
+        shared: (0..id as u8 % 3).map(|n| PeerKey([n; 32])).collect(),
     }
 }
 
@@ -66,7 +79,8 @@ fn filled(dir: &Path) -> (Vec<Peer>, Vec<ImageRecord>) {
         assert_eq!(catalog.new_image_id().unwrap(), i.id);
         catalog.put(i).unwrap();
     }
-    catalog.add_ticket(&[9; 16], 100, DAY).unwrap();
+    let grant = Grant::default();
+    catalog.add_ticket(&[9; 16], &grant, "", 100, DAY).unwrap();
     catalog.set_setting("addresses", "10.0.0.1:7377").unwrap();
     (peers, images)
 }
@@ -129,8 +143,9 @@ fn a_ticket_is_good_once() {
     let tmp = TempDir::new().unwrap();
     let catalog = open(tmp.path());
     let (key, other) = (PeerKey([1; 32]), PeerKey([2; 32]));
-    catalog.add_ticket(&[1; 16], 1000, DAY).unwrap();
-    catalog.add_ticket(&[2; 16], 1000, DAY).unwrap();
+    let grant = Grant::default();
+    catalog.add_ticket(&[1; 16], &grant, "", 1000, DAY).unwrap();
+    catalog.add_ticket(&[2; 16], &grant, "", 1000, DAY).unwrap();
     let pair = |secret, key, now| {
         catalog
             .pair(&[secret; 16], key, "web", &["a:1".into()], now)
@@ -155,8 +170,12 @@ fn a_ticket_is_good_once() {
 fn tickets_do_not_pile_up() {
     let tmp = TempDir::new().unwrap();
     let catalog = open(tmp.path());
-    catalog.add_ticket(&[1; 16], 0, DAY).unwrap();
-    catalog.add_ticket(&[2; 16], 30 * 86_400, DAY).unwrap();
+    let grant = Grant::default();
+    let later = 30 * 86_400;
+    catalog.add_ticket(&[1; 16], &grant, "", 0, DAY).unwrap();
+    catalog
+        .add_ticket(&[2; 16], &grant, "", later, DAY)
+        .unwrap();
     let pair = |secret, now| {
         catalog
             .pair(&[secret; 16], PeerKey([1; 32]), "x", &[], now)
@@ -167,7 +186,7 @@ fn tickets_do_not_pile_up() {
         PairOutcome::UnknownTicket,
         "long expired, so forgotten"
     );
-    assert_eq!(pair(2, 30 * 86_400), PairOutcome::Paired("x".into()));
+    assert_eq!(pair(2, later), PairOutcome::Paired("x".into()));
 }
 
 #[test]

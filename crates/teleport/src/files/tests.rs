@@ -109,7 +109,6 @@ fn walked_digests(rng: &mut Rng, bytes: Vec<u8>, layout: &Layout) -> (Digest, Op
         format: Format::Raw,
         virtual_size: bytes.len() as u64,
         notes: vec![],
-        companions: vec![],
         stamps: vec![],
     };
     let plain = plain_walk(&bytes, layout);

@@ -3,7 +3,8 @@
 use drover_index::Probe;
 use drover_net::service::{self, IncomingCall, read_reply};
 use drover_net::{
-    Code, ConnectOptions, Frame, Identity, KeepAlive, NetError, PeerKey, Refusal, connect_any,
+    Code, ConnectOptions, DEFAULT_DOMAIN, Frame, Identity, KeepAlive, NetError, PeerKey, Refusal,
+    connect_any,
 };
 
 use super::link::{LocalTeleporter, RemoteLink, handle};
@@ -11,12 +12,14 @@ use super::wire::{decode_event, encode_answer};
 use crate::TeleportError;
 use crate::frames::{read_frames, write_frames};
 use crate::protocol::{MAX_SESSION_FRAME, kind};
-use crate::services::BeginMatching;
+use crate::services::{BeginMatching, BeginMatchingFor};
 use crate::teleporter::{Answer, Event, ImageEvent};
 
 /// A teleporter on another machine.
 #[derive(Debug, Clone)]
 pub struct RemoteTeleporter {
+    /// The domain of this site that it matches for.
+    pub domain: String,
     /// This site's identity.
     pub identity: Identity,
     /// The teleporter's key.
@@ -35,7 +38,14 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
         connect_any(&remote.addresses, &remote.identity, &remote.key, &options).await?;
     let (mut reader, mut writer) = connection.split();
     KeepAlive::default().apply(&mut reader, &mut writer);
-    service::open(&mut writer, &BeginMatching).await?;
+    match remote.domain.as_str() {
+        // As sites without domains do.
+        DEFAULT_DOMAIN => service::open(&mut writer, &BeginMatching).await?,
+        domain => {
+            let domain = domain.to_owned();
+            service::open(&mut writer, &BeginMatchingFor { domain }).await?;
+        }
+    }
     writer.flush().await?;
     let refused = |e| match e {
         NetError::Refused(refusal) => TeleportError::Teleporter(refusal),
@@ -52,7 +62,7 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
     })
 }
 
-/// Serves one connection of a destination that called [`BeginMatching`]. When it ends, images still in transit on it
+/// Serves one connection of a destination that called [`BeginMatching`] or [`BeginMatchingFor`]. When it ends, images still in transit on it
 /// are aborted.
 ///
 /// # Errors

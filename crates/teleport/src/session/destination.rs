@@ -15,14 +15,14 @@ mod waits;
 use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
-use drover_net::{Code, KeepAlive, Refusal, Right};
+use drover_net::{Code, KeepAlive, PeerKey, Refusal, Right, Share};
 use tokio::sync::mpsc;
 
 use self::control::{Frames, Session};
 use super::SessionShared;
 use crate::TeleportError;
 use crate::frames::{CLOSE_LIMIT, FRAME_QUEUE, read_frames, write_frames};
-use crate::protocol::{MAX_SESSION_FRAME, MAX_SESSION_IMAGES};
+use crate::protocol::{LAYOUT_PART_BYTES, MAX_SESSION_IMAGES};
 use crate::services::OpenSession;
 use crate::site::Site;
 
@@ -33,6 +33,7 @@ pub use event::DriverEvent;
 struct Registered {
     site: Arc<Site>,
     id: [u8; 16],
+    _place: Share<PeerKey>,
 }
 
 impl Drop for Registered {
@@ -67,16 +68,15 @@ impl Site {
     ) -> Result<(), TeleportError> {
         let request: OpenSession = call.request()?;
         let (images, began) = (request.images, std::time::Instant::now());
-        call.reader.set_max_frame(MAX_SESSION_FRAME);
+        call.reader.set_max_frame(LAYOUT_PART_BYTES);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         let (to, first_data) = mpsc::channel(FRAME_QUEUE);
         let number = self.active.number();
-        let shared = Arc::new(SessionShared::new(peer.key, peer.name, number, to));
-        let Some(registered) = self.register(shared.clone(), request) else {
-            let text = "the site has reached its session limit; try again later";
-            return Ok(call.refuse(&Refusal::new(Code::Busy, text)).await?);
+        let shared = Arc::new(SessionShared::new(peer, number, to));
+        let _registered = match self.register(shared.clone(), request) {
+            Ok(registered) => registered,
+            Err(refusal) => return Ok(call.refuse(&refusal).await?),
         };
-        let _registered = registered;
         call.accept::<OpenSession>(&()).await?;
         tracing::info!(peer = shared.peer_name, images, "session opened");
         let opened = Arc::clone(&shared);
@@ -123,24 +123,28 @@ impl Site {
         self: &Arc<Self>,
         shared: Arc<SessionShared>,
         request: OpenSession,
-    ) -> Option<Registered> {
+    ) -> Result<Registered, Refusal> {
         let OpenSession {
             images,
             session: id,
         } = request;
-        let mut sessions = self.sessions.lock();
-        if sessions.len() >= self.config.max_sessions
-            || images > MAX_SESSION_IMAGES
-            || sessions.contains_key(&id)
-        {
-            return None;
+        if images > MAX_SESSION_IMAGES {
+            let text = format!("a session may send at most {MAX_SESSION_IMAGES} images");
+            return Err(Refusal::new(Code::Denied, text));
         }
+        let mut sessions = self.sessions.lock();
+        if sessions.contains_key(&id) {
+            let text = "a session of that ID is open already";
+            return Err(Refusal::new(Code::Busy, text));
+        }
+        let place = self.config.supplies.session(shared.peer)?;
         sessions.insert(id, shared);
         drop(sessions);
         self.session_opened.notify_waiters();
-        Some(Registered {
+        Ok(Registered {
             site: self.clone(),
             id,
+            _place: place,
         })
     }
 }

@@ -10,6 +10,7 @@ use drover_index::digest_blocks;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc;
 
+use super::activity::Activity;
 use super::destination::DriverEvent;
 use crate::TeleportError;
 use crate::codec::{Batch, Literal};
@@ -36,6 +37,8 @@ pub struct Incoming {
     pub events: mpsc::Sender<DriverEvent>,
     /// Time spent in each stage.
     pub stages: Arc<DestinationStages>,
+    /// Whether anything of its session moves.
+    pub activity: Arc<Activity>,
 }
 
 /// An incomplete batch, and the full digests of its data blocks that are in place.

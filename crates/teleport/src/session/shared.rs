@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use drover_net::{Frame, PeerKey};
+use drover_net::{Frame, Peer, PeerKey, Rights};
 use parking_lot::RwLock;
 use tokio::sync::mpsc;
 
+use super::activity::Activity;
 use super::literals_in::Incoming;
 use crate::site::TransferStatus;
 use crate::stages::DestinationStages;
@@ -15,6 +16,7 @@ use crate::stages::DestinationStages;
 pub struct SessionShared {
     pub peer: PeerKey,
     pub peer_name: String,
+    pub rights: Rights,
     /// Tells which of two sessions is newer.
     pub number: u64,
     pub current: RwLock<Option<Arc<Incoming>>>,
@@ -24,6 +26,8 @@ pub struct SessionShared {
     pub stages: Arc<DestinationStages>,
     /// Receives the frames of the first data connection that are not literals.
     pub frames: mpsc::Sender<Frame>,
+    /// Tells whether anything moves.
+    pub activity: Arc<Activity>,
 }
 
 /// The current transfer of a session.
@@ -36,16 +40,18 @@ pub struct Progress {
 
 impl SessionShared {
     /// State of a newly opened session.
-    pub fn new(peer: PeerKey, peer_name: String, number: u64, frames: mpsc::Sender<Frame>) -> Self {
+    pub fn new(peer: Peer, number: u64, frames: mpsc::Sender<Frame>) -> Self {
         SessionShared {
-            peer,
-            peer_name,
+            peer: peer.key,
+            peer_name: peer.name,
+            rights: peer.rights,
             number,
             current: RwLock::default(),
             connections: AtomicU64::new(0),
             progress: RwLock::default(),
             stages: Arc::default(),
             frames,
+            activity: Arc::default(),
         }
     }
 

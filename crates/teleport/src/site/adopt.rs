@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
-use drover_net::Code;
+use drover_net::{Code, PeerKey};
 use drover_storage::sync_parent;
-use drover_store::naming::Named;
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
 use super::Site;
@@ -18,6 +17,15 @@ use crate::walk::Walk;
 
 /// Progress callback while an image is read: blocks read, total blocks. An error cancels the read.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
+
+/// Where an image that is made here has its content from.
+#[derive(Debug, Clone, Copy)]
+pub struct Origin<'a> {
+    /// The peer that sent it; empty for none.
+    pub from: &'a str,
+    /// The peer that it belongs to; `None` when it belongs to this site's administrator.
+    pub owner: Option<PeerKey>,
+}
 
 impl Site {
     /// Path of the site's own image file of that name.
@@ -32,15 +40,21 @@ impl Site {
         &self.config.work_dir
     }
 
+    /// Permissions of delivered images.
+    #[must_use]
+    pub fn image_mode(&self) -> u32 {
+        self.config.image_mode
+    }
+
     /// Catalog record of the image of that name.
     #[must_use]
     pub fn by_name(&self, name: &ImageName) -> Option<ImageRecord> {
         self.images.by_name(name)
     }
 
-    /// Reads a whole, synced image file that will be called `name` and came from the peer `from` (empty: from no
-    /// peer). Indexes its blocks in the matcher and saves its map. [`Site::adopt`] or [`Site::forget_prepared`] must
-    /// follow; a crash before that leaves nothing behind. Blocks the thread.
+    /// Reads a whole, synced image file that will be called `name`. Indexes its blocks in the matcher and saves its map.
+    /// [`Site::adopt`] or [`Site::forget_prepared`] must follow; a crash before that leaves nothing behind. Blocks the
+    /// thread.
     ///
     /// # Errors
     /// When the file cannot be read as an image, or `progress` returns an error.
@@ -48,13 +62,14 @@ impl Site {
         &self,
         file: &Path,
         name: &ImageName,
-        from: &str,
+        origin: Origin<'_>,
         progress: &mut Progress<'_>,
     ) -> Result<ImageRecord, TeleportError> {
         let outgoing = open_for_sending(file, Conversion::AsIs)?;
         let path = self.image_path(name);
         let (mut record, map) = self.read_in(outgoing, name, path, progress, |_| Ok(()))?;
-        record.from = from.into();
+        record.from = origin.from.into();
+        record.owner = origin.owner;
         let saved = map.save(&record, &self.images.map_path(record.id));
         if let Err(e) = saved {
             self.forget_prepared(&record);
@@ -85,14 +100,7 @@ impl Site {
             self.copy_sequences_of(old.id);
         }
         let named = match file {
-            Some(file) => match Named::new(file, target, fresh) {
-                Err(StoreError::File { error, .. })
-                    if fresh && error.kind() == std::io::ErrorKind::AlreadyExists =>
-                {
-                    return Err(taken(&record.name));
-                }
-                named => Some(named?),
-            },
+            Some(file) => Some(self.give_name(file, &record.name, old.as_ref())?),
             None => {
                 let failed = TeleportError::file("sync the directory of", target);
                 sync_parent(target).map_err(failed)?;
@@ -101,6 +109,7 @@ impl Site {
         };
         let record = ImageRecord {
             stamp: Stamp::of_path(target).ok(),
+            shared: old.map_or_else(Vec::new, |old| old.shared),
             ..record.clone()
         };
         let old = self.enter(&record, named)?;
@@ -180,6 +189,8 @@ impl Site {
             added_unix: unix_now(),
             from: String::new(),
             external: false,
+            owner: None,
+            shared: Vec::new(),
         };
         let map = ImageMap {
             layout: Arc::new(outgoing.layout),
@@ -232,6 +243,10 @@ impl Site {
         };
         let (mut record, map) = self.read_in(outgoing, &name, path, &mut progress, accept)?;
         (record.stamp, record.external) = (stamp, external);
+        // An image that is read again stays its owner's.
+        if let Some(old) = self.images.by_name(&record.name) {
+            (record.owner, record.shared) = (old.owner, old.shared);
+        }
         let id = record.id;
         let entered = map
             .save(&record, &self.images.map_path(id))

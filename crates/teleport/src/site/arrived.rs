@@ -1,5 +1,8 @@
 //! Delivery: a complete file gets its name, and the image is added to the catalog.
 
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,8 +10,9 @@ use std::sync::atomic::Ordering;
 use drover_core::ImageName;
 use drover_image::{Layout, Stamp};
 use drover_index::ImageId;
+use drover_net::Code;
 use drover_store::naming::{self, Named};
-use drover_store::{BlockMap, ImageMap, ImageRecord};
+use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
 use super::Site;
 use crate::TeleportError;
@@ -64,6 +68,8 @@ impl Arrived {
             added_unix: self.closing.added_unix,
             from: self.opening.peer_name.clone(),
             external: false,
+            owner: Some(self.opening.peer),
+            shared: Vec::new(),
         }
     }
 
@@ -92,14 +98,23 @@ impl Site {
             if let Some(old) = &old {
                 self.copy_sequences_of(old.id);
             }
-            named = Some(Named::new(&part, &target, false)?);
+            let mode = Permissions::from_mode(self.config.image_mode);
+            if let Err(e) = std::fs::set_permissions(&part, mode) {
+                // Some file systems have modes that cannot be changed.
+                tracing::warn!(path = %target.display(), error = %e, "cannot set the mode of an image");
+            }
+            named = Some(self.give_name(&part, &offer.name, old.as_ref())?);
         } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
             self.discard(&arrived.dir, id);
             let _ = std::fs::remove_file(self.images.map_path(id));
             return Ok(false);
         }
         let stamp = Stamp::of_path(&target).ok();
-        let record = arrived.record(target, stamp);
+        let mut record = arrived.record(target, stamp);
+        if let Some(old) = old {
+            // Who replaces an image with its owner's leave does not get it.
+            (record.owner, record.shared) = (old.owner, old.shared);
+        }
         let old = self.enter(&record, named)?;
         self.partials.remove(id);
         remove_dir(&arrived.dir);
@@ -108,6 +123,50 @@ impl Site {
         }
         self.wake_copier();
         Ok(true)
+    }
+
+    /// Renames a complete file to the name of an image. It replaces the file of the image `old`, which has that name
+    /// in the catalog, and no other.
+    pub(super) fn give_name(
+        &self,
+        part: &Path,
+        name: &ImageName,
+        old: Option<&ImageRecord>,
+    ) -> Result<Named, TeleportError> {
+        let fresh = !old.is_some_and(|old| self.has_file_of(old));
+        match Named::new(part, &self.image_path(name), fresh) {
+            Err(StoreError::File { error, .. })
+                if fresh && error.kind() == io::ErrorKind::AlreadyExists =>
+            {
+                Err(unknown_file())
+            }
+            named => Ok(named?),
+        }
+    }
+
+    /// Fails if the images directory has a file of that name that the catalog does not: it is not this site's to
+    /// replace.
+    ///
+    /// # Errors
+    /// A refusal that says so.
+    pub fn check_unknown_file(&self, name: &ImageName) -> Result<(), TeleportError> {
+        let known = self.images.by_name(name);
+        let known = known.is_some_and(|record| self.has_file_of(&record));
+        match !known && self.image_path(name).symlink_metadata().is_ok() {
+            true => Err(unknown_file()),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether the file of that name in the images directory is the image's own: the directory may have been another
+    /// one when the image was delivered.
+    fn has_file_of(&self, record: &ImageRecord) -> bool {
+        let target = self.image_path(&record.name);
+        let directory = |path: &Path| path.parent().and_then(|dir| dir.canonicalize().ok());
+        let same = record.path == target
+            || (record.path.file_name() == target.file_name()
+                && directory(&record.path) == directory(&target));
+        same && !record.external
     }
 
     /// An image has taken the name of an older one, which is forgotten.
@@ -179,6 +238,11 @@ impl Site {
         };
         Ok(map.save(&record, &self.images.map_path(record.id))?)
     }
+}
+
+fn unknown_file() -> TeleportError {
+    let message = "the images directory has a file of that name that the site does not know, and does not overwrite: choose another name, or index that file or move it away there";
+    TeleportError::refused(Code::Denied, message)
 }
 
 /// Seconds since 1970.

@@ -1,10 +1,13 @@
 //! Opens a site: recovers what an earlier run left, then starts the background threads.
 
 use std::collections::HashSet;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use drover_index::ImageId;
+use drover_storage::make_private_dir;
 use drover_store::sequences::Sequences;
 use drover_store::{BlockMap, Catalog, Images};
 use parking_lot::{Mutex, RwLock};
@@ -46,7 +49,12 @@ impl Site {
     ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
         let mut repairs = Vec::new();
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
-            std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+            make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
+        }
+        // Earlier versions made it readable to others where it is not in the home.
+        let only_own = Permissions::from_mode(0o700);
+        if let Err(e) = std::fs::set_permissions(&config.work_dir, only_own) {
+            tracing::warn!(path = %config.work_dir.display(), error = %e, "cannot make the directory private");
         }
         let recover::Found { whole, stopped } =
             recover::transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
@@ -85,6 +93,7 @@ impl Site {
             images_went: AtomicBool::new(true),
             trimmings: Mutex::new(0),
             holds: RwLock::new(holder),
+            quota: RwLock::default(),
         });
         for (image, part, left) in stopped {
             let mut blocks = BlockMap::default();

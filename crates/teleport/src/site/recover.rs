@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use drover_index::ImageId;
+use drover_storage::make_private_dir;
 
 use super::Site;
 use super::arrived::Arrived;
@@ -93,7 +94,7 @@ pub(super) fn transfers_found(
     dir: &Path,
     repairs: &mut Vec<String>,
 ) -> Result<Found, TeleportError> {
-    std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+    make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
     let failed = |e| TeleportError::file("list", dir)(e);
     let (mut whole, mut waiting) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(dir).map_err(failed)? {

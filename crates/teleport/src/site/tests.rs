@@ -12,6 +12,12 @@ use crate::log::RecordKind;
 use crate::transfer::tests::{Sample, sample};
 use crate::transfer::{Closing, transfer_key};
 
+/// The origin of images that no peer sent.
+const MADE_HERE: Origin<'static> = Origin {
+    from: "",
+    owner: None,
+};
+
 fn key(sample: &Sample) -> String {
     transfer_key(&sample.opening.peer, &sample.opening.offer.name)
 }
@@ -82,8 +88,9 @@ impl Home {
             state_dir: self.path("state"),
             teleporter: None,
             reserve_bytes,
-            max_sessions: 1,
+            supplies: Supplies::new(1),
             sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
+            image_mode: 0o600,
             disk: Arc::new(drover_storage::HostDisk),
         }
     }
@@ -142,6 +149,7 @@ fn check_delivered(home: &Home, site: &Site, sample: &Sample, about: &str) {
     let name = &sample.opening.offer.name;
     let record = site.images.by_name(name).expect(about);
     assert_eq!(record.id, ImageId(sample.opening.image), "{about}");
+    assert_eq!(record.owner, Some(sample.opening.peer), "{about}");
     assert_eq!(home.catalog.by_name(name).unwrap().unwrap(), record);
     assert!(
         std::fs::read(&record.path).unwrap() == sample.bytes,
@@ -299,7 +307,7 @@ fn a_file_that_cannot_be_adopted_is_where_it_was() {
         std::fs::create_dir_all(file.parent().unwrap()).unwrap();
         std::fs::write(&file, &new.bytes).unwrap();
         let name = ImageName::new(name).unwrap();
-        let prepared = site.prepare(&file, &name, "", &mut |_, _| Ok(()));
+        let prepared = site.prepare(&file, &name, MADE_HERE, &mut |_, _| Ok(()));
         let prepared = prepared.unwrap();
         home.catalog.1.store(true, Ordering::Relaxed);
         let fresh = name.as_str() == "b.raw";
@@ -316,10 +324,33 @@ fn a_file_that_cannot_be_adopted_is_where_it_was() {
         // Restore the old image for the next case.
         if !fresh {
             std::fs::write(&file, &old.bytes).unwrap();
-            let again = site.prepare(&file, &name, "", &mut |_, _| Ok(())).unwrap();
+            let again = site
+                .prepare(&file, &name, MADE_HERE, &mut |_, _| Ok(()))
+                .unwrap();
             site.adopt(Some(&file), &again, false).unwrap();
         }
     }
+}
+
+/// A file that appears under the image's name while the image arrives is not replaced; once it is gone, the delivery
+/// is finished.
+#[test]
+fn a_file_that_is_not_in_the_catalog_is_not_replaced() {
+    let home = Home::new();
+    let sample = sample("a.raw", 1, 3_000_000);
+    let target = home.path("images/a.raw");
+    home.arrive(&sample, Until::Rename);
+    std::fs::write(&target, "not drover's").unwrap();
+    for _ in 0..2 {
+        let (site, repairs) = home.open();
+        assert!(repairs[0].contains("does not know"), "{repairs:?}");
+        assert_eq!(std::fs::read(&target).unwrap(), b"not drover's");
+        let e = site.check_unknown_file(&sample.opening.offer.name);
+        assert_eq!(e.unwrap_err().refusal(), Some(Code::Denied));
+    }
+    std::fs::remove_file(&target).unwrap();
+    let (site, _) = home.open();
+    check_delivered(&home, &site, &sample, "after the file was moved away");
 }
 
 #[test]
@@ -726,4 +757,16 @@ fn what_the_matcher_lacks_gives_way_to_transfers() {
     let mut link = site.matching.link().unwrap();
     let told = site.send_image(&mut link, id, &path, std::time::Duration::ZERO);
     assert!(told.unwrap());
+}
+
+#[test]
+fn an_image_that_is_indexed_again_is_still_its_owners() {
+    let home = Home::new();
+    let sample = sample("a.raw", 1, 3_000_000);
+    home.arrive(&sample, Until::Removal);
+    let (site, _) = home.open();
+    let record = site.by_name(&sample.opening.offer.name).unwrap();
+    let again = site.index_image(&record.path, &mut |_, _| {}).unwrap();
+    assert_ne!(again.id, record.id);
+    assert_eq!(again.owner, Some(sample.opening.peer));
 }

@@ -9,11 +9,11 @@ use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
 use drover_net::service::{IncomingCall, Peer, Services};
-use drover_net::{Code, Identity, Listener, Refusal, Rights};
+use drover_net::{Code, Identity, Listener, Refusal, Right, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, send};
-use drover_teleport::{Site, SiteConfig, TeleportError};
+use drover_teleport::{Site, SiteConfig, Supplies, TeleportError};
 use tokio::sync::watch;
 
 /// A catalog that forgets with the process.
@@ -65,8 +65,9 @@ pub fn config(dir: &Path) -> SiteConfig {
         state_dir: dir.join("state"),
         teleporter: None,
         reserve_bytes: 0,
-        max_sessions: 8,
+        supplies: Supplies::new(8),
         sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
+        image_mode: 0o600,
         disk: Arc::new(drover_storage::HostDisk),
     }
 }
@@ -148,7 +149,8 @@ async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>
             let peer = Peer {
                 key: connection.peer().unwrap(),
                 name: "here".into(),
-                rights: Rights::PEER,
+                rights: Rights::of(&[Right::Send, Right::Read, Right::Match]).of_peer(),
+                domain: "default".into(),
             };
             let call = IncomingCall::receive(connection, stop).await?;
             services.serve(peer, call).await

@@ -14,6 +14,8 @@ use drover_teleport::services::{JoinSession, OpenSession};
 
 use crate::harness::*;
 
+mod limits;
+
 struct Raw {
     reader: FrameReader,
     writer: FrameWriter,

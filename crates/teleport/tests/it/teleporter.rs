@@ -127,6 +127,7 @@ pub async fn three_with(sequence_data_bytes: u64) -> Three {
 
 pub fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
     RemoteTeleporter {
+        domain: "default".into(),
         identity: Identity::generate(),
         key: teleporter.key(),
         addresses: vec![address.into()],

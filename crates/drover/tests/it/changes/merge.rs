@@ -370,7 +370,7 @@ fn the_backing_file_of_another_image_stays_what_it_is() {
     ];
     assert!(backing.exists());
     tool("qemu-img", &made);
-    m.near(&["send", text(&top), "far"]).ok();
+    m.near(&["send", text(&top), "far", "--with-parts"]).ok();
     written(&m, &mut bytes, 128);
     merge(&m, &[]).fails(3, &["web.img", "backing file of top.qcow2", "--as"]);
     merge(&m, &["--as", "new.img"]).ok();

@@ -302,7 +302,12 @@ fn a_file_that_an_image_is_read_through_is_not_written() {
         "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"monolithicFlat\"\nRW {flat} FLAT \"web-flat.vmdk\" 0\n"
     );
     fs::write(a.path("web.vmdk"), descriptor).unwrap();
-    a.run(&["index", text(&a.path("web.vmdk"))]).ok();
+    let image = a.path("web.vmdk");
+    let index = ["index", text(&image), "--with-parts"];
+    a.run(&index[..2])
+        .fails(3, &["web-flat.vmdk", "--with-parts"]);
+    let said = a.run(&index).ok().out;
+    assert!(said.contains("web-flat.vmdk"), "{said}");
     a.export("file:web-flat.vmdk", "s", &[])
         .fails(3, &["image web.vmdk", "read-only mount"]);
     a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();
@@ -335,8 +340,9 @@ fn a_file_that_a_mount_writes_is_neither_indexed_nor_sent() {
     a.kill_daemon();
     a.run(&["index", text(&files[2])]).ok();
     a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();
-    a.run(&["index", text(&files[1])]).ok();
-    a.run(&["send", text(&files[1]), "far"]).ok();
+    a.run(&["index", text(&files[1]), "--with-parts"]).ok();
+    a.run(&["send", text(&files[1]), "far", "--with-parts"])
+        .ok();
     a.run(&["unmount", "s"]).ok();
 }
 

@@ -1,12 +1,24 @@
 //! Chooses the next job of a pool's thread. No threads, no clock.
 //!
 //! Reads and changes have separate threads, since a change may wait long: for a disk's sync, for an epoch being copied,
-//! for another change. Mounts take turns, so that none waits for everything another has requested.
+//! for another change. Peers get as much of the threads' time as each other, however many mounts and requests they have:
+//! a job counts by its bytes when it starts, and by the time that it took when it has finished. The mounts of a peer take
+//! turns.
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::time::Duration;
 
-use drover_net::group::Turns;
+use drover_net::group::{Accounts, Turns};
+
+#[cfg(test)]
+mod tests;
+
+/// What a job counts for at least, in nanoseconds. A byte counts for one.
+const MIN_COST: u64 = 20_000;
+
+/// How far a peer may fall behind by jobs that took long, in nanoseconds.
+const MAX_DEBT: u64 = 10_000_000_000;
 
 /// The kind of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,13 +56,19 @@ pub struct Limits {
     pub back: usize,
     /// Maximum of those on reads of one mount: an image may be on a disk that hangs.
     pub reading_one: usize,
+    /// Maximum of those on reads of one peer.
+    pub reading_peer: usize,
     /// Threads that make changes. One at a time per mount, except for writes.
     pub changing: usize,
+    /// Maximum of those on changes of one peer.
+    pub changing_peer: usize,
     /// Another write of a mount that has one running starts only while fewer than this run: the other threads are for
     /// mounts that have none.
     pub writing: usize,
     /// Maximum of those on syncs.
     pub syncing: usize,
+    /// Maximum of those on syncs of one peer.
+    pub syncing_peer: usize,
 }
 
 impl Limits {
@@ -62,279 +80,213 @@ impl Limits {
             reading: threads + 3,
             back: threads - 1,
             reading_one: threads + 1,
+            reading_peer: threads + 2,
             changing: threads + 2,
+            changing_peer: threads + 1,
             writing: (threads + 2) / 2,
             syncing: threads + 1,
+            syncing_peer: threads,
         }
     }
 }
 
-/// Queued jobs, and the accounting of running ones.
+/// Beyond this many peers, those that have nothing queued are forgotten.
+const MAX_IDLE: usize = 64;
+
+/// Queued jobs, and the accounting of running ones. `P` is a peer, `M` one of its mounts.
 #[derive(Debug)]
-pub struct Schedule<K, J> {
+pub struct Schedule<P, M, J> {
     limits: Limits,
-    front: Turns<K, J>,
-    back: Turns<K, J>,
-    changes: Turns<K, (Kind, J)>,
-    /// Running reads, by mount.
-    reads: HashMap<K, usize>,
+    reads: HashMap<P, Reads<M, J>>,
+    changes: HashMap<P, Turns<M, (Kind, Queued<J>)>>,
+    read_time: Accounts<P>,
+    change_time: Accounts<P>,
+    /// Running reads, by mount and by peer.
+    reading: HashMap<(P, M), usize>,
+    reading_peers: HashMap<P, usize>,
     running_back: usize,
     /// Running changes, with their mounts.
-    changing: Vec<(K, Kind)>,
+    changing: Vec<((P, M), Kind)>,
     running_syncs: usize,
+}
+
+#[derive(Debug)]
+struct Queued<J> {
+    cost: u64,
+    job: J,
+}
+
+#[derive(Debug)]
+struct Reads<M, J> {
+    front: Turns<M, Queued<J>>,
+    back: Turns<M, Queued<J>>,
+}
+
+impl<M, J> Default for Reads<M, J> {
+    fn default() -> Self {
+        Self {
+            front: Turns::default(),
+            back: Turns::default(),
+        }
+    }
+}
+
+impl<M: Copy + Eq + Hash, J> Reads<M, J> {
+    fn is_empty(&self) -> bool {
+        self.front.is_empty() && self.back.is_empty()
+    }
 }
 
 /// The accounting of a running job, to be passed to [`Schedule::done`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Running<K> {
-    /// The mount it belongs to.
-    pub mount: K,
+pub struct Running<P, M> {
+    /// The peer and the mount it belongs to.
+    pub owner: (P, M),
     /// Its kind.
     pub kind: Kind,
+    /// What it was counted for so far.
+    cost: u64,
 }
 
-impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
+impl<P: Copy + Eq + Hash, M: Copy + Eq + Hash, J> Schedule<P, M, J> {
     /// A schedule without jobs.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            front: Turns::default(),
-            back: Turns::default(),
-            changes: Turns::default(),
             reads: HashMap::new(),
+            changes: HashMap::new(),
+            read_time: Accounts::new(MAX_DEBT),
+            change_time: Accounts::new(MAX_DEBT),
+            reading: HashMap::new(),
+            reading_peers: HashMap::new(),
             running_back: 0,
             changing: Vec::new(),
             running_syncs: 0,
         }
     }
 
-    /// Queues a job.
-    pub fn put(&mut self, mount: K, kind: Kind, job: J) {
+    /// Queues a job that reads or writes so many bytes.
+    pub fn put(&mut self, (peer, mount): (P, M), kind: Kind, bytes: u64, job: J) {
+        let cost = bytes.max(MIN_COST);
+        let queued = Queued { cost, job };
         match kind {
-            Kind::Front => self.front.put(mount, job),
-            Kind::Back => self.back.put(mount, job),
-            Kind::Change | Kind::Write(..) | Kind::Sync => self.changes.put(mount, (kind, job)),
+            Kind::Front | Kind::Back => {
+                if self.reads.len() > MAX_IDLE {
+                    self.reads.retain(|_, reads| !reads.is_empty());
+                }
+                let reads = self.reads.entry(peer).or_default();
+                if reads.is_empty() {
+                    self.read_time.enter(peer);
+                }
+                match kind {
+                    Kind::Front => reads.front.put(mount, queued),
+                    _ => reads.back.put(mount, queued),
+                }
+            }
+            Kind::Change | Kind::Write(..) | Kind::Sync => {
+                if self.changes.len() > MAX_IDLE {
+                    self.changes.retain(|_, changes| !changes.is_empty());
+                }
+                let changes = self.changes.entry(peer).or_default();
+                if changes.is_empty() {
+                    self.change_time.enter(peer);
+                }
+                changes.put(mount, (kind, queued));
+            }
         }
     }
 
     /// The next job for a reading thread.
-    pub fn next_read(&mut self) -> Option<(Running<K>, J)> {
-        let (reads, most) = (&self.reads, self.limits.reading_one);
-        let may = |mount: &K, _: &J| reads.get(mount).is_none_or(|n| *n < most);
+    pub fn next_read(&mut self) -> Option<(Running<P, M>, J)> {
+        let (by_mount, by_peer, limits) = (&self.reading, &self.reading_peers, self.limits);
+        let may = |peer: &P, mount: &M| {
+            let below = |running: Option<&usize>, limit| running.is_none_or(|n| *n < limit);
+            below(by_peer.get(peer), limits.reading_peer)
+                && below(by_mount.get(&(*peer, *mount)), limits.reading_one)
+        };
+        let back = self.running_back < limits.back;
+        let ready = self.reads.iter().filter(|(peer, reads)| {
+            reads.front.has(|mount, _| may(peer, mount))
+                || back && reads.back.has(|mount, _| may(peer, mount))
+        });
+        let peer = self.read_time.first(ready.map(|(peer, _)| *peer))?;
+        let reads = self.reads.get_mut(&peer)?;
         let mut kind = Kind::Front;
-        let mut taken = self.front.take(may);
-        if taken.is_none() && self.running_back < self.limits.back {
+        let mut taken = reads.front.take(|mount, _| may(&peer, mount));
+        if taken.is_none() && back {
             kind = Kind::Back;
-            taken = self.back.take(may);
+            taken = reads.back.take(|mount, _| may(&peer, mount));
         }
-        let (mount, job) = taken?;
-        *self.reads.entry(mount).or_default() += 1;
+        let (mount, Queued { cost, job }) = taken?;
+        self.read_time.serve(peer, cost);
+        let owner = (peer, mount);
+        *self.reading.entry(owner).or_default() += 1;
+        *self.reading_peers.entry(peer).or_default() += 1;
         self.running_back += usize::from(kind == Kind::Back);
-        Some((Running { mount, kind }, job))
+        Some((Running { owner, kind, cost }, job))
     }
 
     /// The next job for a changing thread.
-    pub fn next_change(&mut self) -> Option<(Running<K>, J)> {
-        let (changing, syncs) = (&self.changing, self.running_syncs < self.limits.syncing);
-        let more = changing.len() < self.limits.writing;
-        let (mount, (kind, job)) = self.changes.take(|mount, (kind, _)| {
-            let mut own = changing.iter().filter(|(other, _)| other == mount);
+    pub fn next_change(&mut self) -> Option<(Running<P, M>, J)> {
+        let (changing, limits) = (&self.changing, self.limits);
+        let syncs = self.running_syncs < limits.syncing;
+        let more = changing.len() < limits.writing;
+        let may = |peer: &P, mount: &M, kind: Kind| {
+            let of_peer = changing.iter().filter(|((other, _), _)| other == peer);
+            let mut own = of_peer.clone().filter(|((_, other), _)| other == mount);
             let alone = own.clone().next().is_none();
+            let syncs_of_peer = of_peer.clone().filter(|(_, other)| *other == Kind::Sync);
             (alone || more && own.all(|(_, other)| kind.is_apart(*other)))
-                && (syncs || *kind != Kind::Sync)
-        })?;
-        self.changing.push((mount, kind));
+                && of_peer.count() < limits.changing_peer
+                && (kind != Kind::Sync || syncs && syncs_of_peer.count() < limits.syncing_peer)
+        };
+        let ready = self
+            .changes
+            .iter()
+            .filter(|(peer, own)| own.has(|mount, (kind, _)| may(peer, mount, *kind)));
+        let peer = self.change_time.first(ready.map(|(peer, _)| *peer))?;
+        let own = self.changes.get_mut(&peer)?;
+        let (mount, (kind, Queued { cost, job })) =
+            own.take(|mount, (kind, _)| may(&peer, mount, *kind))?;
+        self.change_time.serve(peer, cost);
+        let owner = (peer, mount);
+        self.changing.push((owner, kind));
         self.running_syncs += usize::from(kind == Kind::Sync);
-        Some((Running { mount, kind }, job))
+        Some((Running { owner, kind, cost }, job))
     }
 
     /// Whether changes are queued, even if blocked by another one.
     pub fn has_changes(&self) -> bool {
-        !self.changes.is_empty()
+        self.changes.values().any(|changes| !changes.is_empty())
     }
 
-    /// A job has finished.
-    pub fn done(&mut self, Running { mount, kind }: Running<K>) {
+    /// A job has finished, and took so long.
+    pub fn done(&mut self, running: Running<P, M>, took: Duration) {
+        let Running { owner, kind, cost } = running;
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let more = took.saturating_sub(cost);
         match kind {
             Kind::Front | Kind::Back => {
+                self.read_time.charge(&owner.0, more);
                 self.running_back -= usize::from(kind == Kind::Back);
-                if let Some(reads) = self.reads.get_mut(&mount) {
-                    *reads -= 1;
-                    if *reads == 0 {
-                        self.reads.remove(&mount);
-                    }
-                }
+                count_down(&mut self.reading, &owner);
+                count_down(&mut self.reading_peers, &owner.0);
             }
             Kind::Change | Kind::Write(..) | Kind::Sync => {
+                self.change_time.charge(&owner.0, more);
                 self.running_syncs -= usize::from(kind == Kind::Sync);
-                let at = self.changing.iter().position(|own| *own == (mount, kind));
+                let at = self.changing.iter().position(|own| *own == (owner, kind));
                 at.map(|at| self.changing.swap_remove(at));
             }
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const LIMITS: Limits = Limits {
-        reading: 7,
-        back: 3,
-        reading_one: 5,
-        changing: 6,
-        writing: 3,
-        syncing: 5,
-    };
-
-    fn schedule() -> Schedule<u32, u32> {
-        Schedule::new(LIMITS)
-    }
-
-    #[test]
-    fn there_is_always_a_thread_for_foreground_work() {
-        for threads in 0..20 {
-            let limits = Limits::new(threads);
-            assert!(limits.back > 0 && limits.back < limits.reading);
-            assert!(limits.reading_one < limits.reading && limits.reading_one > limits.back);
-            assert!(limits.syncing < limits.changing && limits.writing < limits.changing);
+fn count_down<K: Eq + Hash>(counts: &mut HashMap<K, usize>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
         }
-        assert_eq!(Limits::new(4), LIMITS);
-    }
-
-    #[test]
-    fn mounts_take_turns_and_a_mounts_jobs_keep_their_order() {
-        let mut schedule = schedule();
-        for job in 0..4 {
-            schedule.put(1, Kind::Front, 10 + job);
-        }
-        schedule.put(2, Kind::Front, 20);
-        schedule.put(3, Kind::Front, 30);
-        schedule.put(3, Kind::Front, 31);
-        let mut order = Vec::new();
-        while let Some((running, job)) = schedule.next_read() {
-            schedule.done(running);
-            order.push(job);
-        }
-        assert_eq!(order, [10, 20, 30, 11, 31, 12, 13]);
-        assert!(schedule.reads.is_empty() && schedule.front.is_empty());
-    }
-
-    #[test]
-    fn foreground_work_goes_first_and_background_work_leaves_it_room() {
-        let mut schedule = schedule();
-        for job in 0..9 {
-            schedule.put(job, Kind::Back, job);
-        }
-        let back: Vec<_> = std::iter::from_fn(|| schedule.next_read()).collect();
-        assert_eq!(back.len(), 3);
-        schedule.put(1, Kind::Front, 100);
-        let (front, job) = schedule.next_read().unwrap();
-        assert_eq!((front.kind, job), (Kind::Front, 100));
-        schedule.done(front);
-        assert_eq!(schedule.next_read(), None);
-        schedule.done(back[0].0);
-        assert_eq!(schedule.next_read().unwrap().1, 3);
-    }
-
-    #[test]
-    fn reads_of_one_mount_that_hang_leave_threads_to_the_others() {
-        let mut schedule = schedule();
-        for job in 0..50 {
-            schedule.put(1, Kind::Front, job);
-        }
-        let hang: Vec<_> = std::iter::from_fn(|| schedule.next_read()).collect();
-        assert_eq!(hang.len(), 5);
-        schedule.put(2, Kind::Front, 200);
-        schedule.put(2, Kind::Back, 201);
-        let (read, job) = schedule.next_read().unwrap();
-        assert_eq!(job, 200);
-        schedule.done(read);
-        assert_eq!(schedule.next_read().unwrap().1, 201);
-    }
-
-    #[test]
-    fn changes_are_one_at_a_time_for_a_mount_and_no_read_waits_for_them() {
-        let mut schedule = schedule();
-        for job in 0..5 {
-            schedule.put(1, Kind::Change, job);
-        }
-        schedule.put(1, Kind::Sync, 5);
-        schedule.put(2, Kind::Change, 20);
-        schedule.put(1, Kind::Front, 100);
-        let (first, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 0);
-        assert_eq!(schedule.next_change().unwrap().1, 20);
-        assert_eq!(schedule.next_change(), None);
-        assert_eq!(schedule.next_read().unwrap().1, 100);
-        schedule.done(first);
-        for expected in 1..=5 {
-            let (running, job) = schedule.next_change().unwrap();
-            assert_eq!(job, expected, "in their order");
-            schedule.done(running);
-        }
-    }
-
-    #[test]
-    fn writes_of_a_mount_that_have_no_byte_in_common_are_done_at_once_and_a_sync_waits_for_them() {
-        let mut schedule = schedule();
-        schedule.put(1, Kind::Write(0, 8192), 0);
-        schedule.put(1, Kind::Write(8192, 9000), 1);
-        schedule.put(1, Kind::Write(4096, 5000), 2);
-        schedule.put(1, Kind::Write(20_000, 20_001), 3);
-        schedule.put(1, Kind::Sync, 4);
-        schedule.put(1, Kind::Write(30_000, 40_000), 5);
-        let (first, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 0);
-        let (second, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 1);
-        assert_eq!(schedule.next_change(), None, "the third overlaps the first");
-        schedule.done(second);
-        assert_eq!(schedule.next_change(), None);
-        schedule.done(first);
-        let (third, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 2);
-        let (fourth, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 3);
-        assert_eq!(schedule.next_change(), None, "a sync is alone");
-        schedule.done(third);
-        assert_eq!(schedule.next_change(), None, "a sync is alone");
-        schedule.done(fourth);
-        let (sync, job) = schedule.next_change().unwrap();
-        assert_eq!(job, 4);
-        assert_eq!(schedule.next_change(), None, "nothing overtakes a sync");
-        schedule.done(sync);
-        assert_eq!(schedule.next_change().unwrap().1, 5);
-    }
-
-    #[test]
-    fn writes_of_one_mount_that_hang_leave_threads_to_the_others() {
-        let mut schedule = schedule();
-        for n in 0..50 {
-            schedule.put(1, Kind::Write(n * 10, n * 10 + 10), 0);
-        }
-        let hang: Vec<_> = std::iter::from_fn(|| schedule.next_change()).collect();
-        assert_eq!(hang.len(), LIMITS.writing);
-        // The others still get one thread each, as before.
-        for mount in 2..5 {
-            schedule.put(mount, Kind::Write(0, 10), mount);
-            schedule.put(mount, Kind::Write(10, 20), mount);
-            assert_eq!(schedule.next_change().unwrap().1, mount);
-        }
-        assert_eq!(schedule.next_change(), None);
-    }
-
-    #[test]
-    fn syncs_leave_a_thread_for_changes() {
-        let mut schedule = schedule();
-        for mount in 0..9 {
-            schedule.put(mount, Kind::Sync, mount);
-        }
-        let syncs: Vec<_> = std::iter::from_fn(|| schedule.next_change()).collect();
-        assert_eq!(syncs.len(), 5);
-        schedule.put(20, Kind::Change, 20);
-        assert_eq!(schedule.next_change().unwrap().1, 20);
-        schedule.done(syncs[0].0);
-        assert_eq!(schedule.next_change().unwrap().1, 5);
     }
 }

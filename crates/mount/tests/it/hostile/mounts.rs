@@ -3,9 +3,9 @@
 use super::*;
 
 /// A mount that need not keep to the rules: a connection to a real site.
-struct Rude {
-    reader: FrameReader,
-    writer: FrameWriter,
+pub struct Rude {
+    pub reader: FrameReader,
+    pub writer: FrameWriter,
 }
 
 impl Rude {
@@ -30,7 +30,7 @@ impl Rude {
         Self { reader, writer }
     }
 
-    async fn send_request(&mut self, request: &Request, body: &[u8]) {
+    pub async fn send_request(&mut self, request: &Request, body: &[u8]) {
         let head = encode_message(request);
         let sent = self
             .writer
@@ -47,7 +47,7 @@ impl Rude {
     }
 
     /// The next answer, but for what only says that a body arrived.
-    async fn hear(&mut self) -> Option<Reply> {
+    pub async fn hear(&mut self) -> Option<Reply> {
         let limit = Duration::from_secs(60);
         loop {
             let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())

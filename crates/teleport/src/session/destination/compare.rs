@@ -70,7 +70,9 @@ impl Session {
                 frame = frames.next() => frame?,
                 _ = wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
                 _ = wait_true(newer.clone()) => return Err(taken_over()),
+                e = self.idle_while_others_wait() => return Err(e),
             };
+            self.shared.activity.touch();
             lap.wait(&self.shared.stages.check);
             let event = match frame.kind {
                 kind::BATCH => Event::Batch(Arc::new(Batch::decode(&frame.payload)?)),

@@ -1,6 +1,7 @@
 //! The control connection of a session at the destination: frames from the source, and replies.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_net::{Code, Frame, Refusal, encode};
 use tokio::sync::{mpsc, watch};
@@ -53,6 +54,7 @@ pub struct Session {
 
 impl Session {
     pub async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+        self.shared.activity.touch();
         self.out
             .send(Frame::new(kind, payload))
             .await
@@ -69,8 +71,42 @@ impl Session {
             }
             _ => error.to_string(),
         };
-        let refusal = Refusal::new(error.refusal().unwrap_or(Code::Failed), message);
-        self.send(kind::REFUSE, encode(&refusal)).await
+        let code = match error {
+            TeleportError::Refused(refusal) => refusal.code,
+            _ => error.refusal().unwrap_or(Code::Failed),
+        };
+        self.send(kind::REFUSE, encode(&Refusal::new(code, message)))
+            .await
+    }
+
+    /// Returns when the session should end in favor of others: nothing has moved for [`Supplies::max_idle`], and in that
+    /// time a session was turned away. Keep-alives do not count; the site's own work does.
+    ///
+    /// [`Supplies::max_idle`]: crate::Supplies::max_idle
+    pub async fn idle_while_others_wait(&self) -> TeleportError {
+        let supplies = &self.site.config.supplies;
+        let max = supplies.max_idle;
+        loop {
+            tokio::time::sleep(max / 4).await;
+            if supplies.others_wait() && self.shared.activity.idle_for() >= max {
+                return idle(
+                    max,
+                    " while others waited for a session; the transfer can be resumed by sending again",
+                );
+            }
+        }
+    }
+
+    /// Runs an operation without side effects, unless the session is idle while others wait.
+    pub async fn unless_idle<T>(
+        &self,
+        work: impl Future<Output = Result<T, TeleportError>>,
+    ) -> Result<T, TeleportError> {
+        tokio::select! {
+            biased;
+            done = work => done,
+            e = self.idle_while_others_wait() => Err(e),
+        }
     }
 
     /// Runs an operation without side effects until it completes or the site stops.
@@ -84,6 +120,12 @@ impl Session {
             done = work => done,
         }
     }
+}
+
+/// The refusal that ends an idle session.
+pub fn idle(after: Duration, why: &str) -> TeleportError {
+    let message = format!("the session was idle for {after:?}{why}");
+    TeleportError::refused(Code::Busy, message)
 }
 
 pub fn stopped() -> TeleportError {

@@ -12,7 +12,7 @@ use super::event::DriverEvent;
 use crate::TeleportError;
 use crate::codec::Literal;
 use crate::frames::{frame_bytes, write_frames};
-use crate::protocol::{MAX_DATA_CONNECTIONS, MAX_SESSION_FRAME, kind};
+use crate::protocol::{MAX_BATCH_FRAME, MAX_DATA_CONNECTIONS, MAX_SESSION_FRAME, kind};
 use crate::services::JoinSession;
 use crate::session::SessionShared;
 use crate::session::literals_in::LiteralReceiver;
@@ -85,9 +85,17 @@ impl Site {
             let next = stage.at_socket(reader.next()).await;
             let mut lap = Lap::start();
             if let Ok(Some(frame)) = &next {
+                shared.activity.touch();
                 stage.add_bytes(frame_bytes(frame.payload.len()));
             }
             match next {
+                // They are queued before their image is accepted.
+                Ok(Some(frame))
+                    if matches!(frame.kind, kind::BATCH | kind::END)
+                        && frame.payload.len() > MAX_BATCH_FRAME =>
+                {
+                    break Err(TeleportError::Protocol("a batch that is too large".into()));
+                }
                 Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
                     let _ = shared.frames.send(frame).await;
                 }

@@ -69,7 +69,10 @@ pub fn drive(
         return Err(e);
     }
     match result? {
-        Ended::Whole(digest) => deliver(site, prepared, digest).map(Some),
+        Ended::Whole(digest) => {
+            prepared.incoming.activity.deliver(true);
+            deliver(site, prepared, digest).map(Some)
+        }
         Ended::GivenUp(give_up) => {
             tracing::info!(
                 image = prepared.name(),
@@ -225,6 +228,7 @@ impl Driver<'_> {
                 return Ok(Ended::Stopped);
             };
             self.lap.wait(&self.prepared.incoming.stages.drive);
+            self.prepared.incoming.activity.touch();
             match event {
                 DriverEvent::Machine(event) => {
                     if let Event::End(_) = &event {

@@ -62,7 +62,8 @@ impl Session {
         self.send(kind::ACCEPT, encode(&Accept::default())).await?;
         let mut found = Estimate::default();
         loop {
-            let frame = frames.next().await?;
+            let frame = self.unless_idle(frames.next()).await?;
+            self.shared.activity.touch();
             match frame.kind {
                 kind::BATCH => {
                     let batch = Arc::new(Batch::decode(&frame.payload)?);

@@ -1,12 +1,16 @@
 //! The images of a session, one after the other: offered, prepared, driven to completion.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use drover_net::{Frame, decode, encode};
+use drover_core::ImageName;
+use drover_image::Layout;
+use drover_net::{Code, Frame, PeerKey, Share, decode, encode};
+use drover_store::layout_limits;
 use tokio::sync::mpsc;
 
 use super::compare::Compared;
-use super::control::{Frames, Session, stopped, wait_true};
+use super::control::{Frames, Session, idle, stopped, wait_true};
 use super::event::DriverEvent;
 use super::{driver, prepare};
 use crate::TeleportError;
@@ -18,13 +22,29 @@ use crate::session::shared::Progress;
 /// Events queued between the sockets and a driver.
 const EVENT_QUEUE: usize = 256;
 
+/// How long an offer waits for the memory of its layout before it is refused.
+const LAYOUT_WAIT: Duration = Duration::from_secs(60);
+
+/// An encoded layout, and its share of the memory for layouts: for the encoded and for the decoded one.
+struct ReceivedLayout {
+    encoded: Vec<u8>,
+    _memory: [Option<Share<PeerKey>>; 2],
+}
+
 impl Session {
     pub async fn run(&mut self, frames: &mut Frames) -> Result<(), TeleportError> {
         loop {
+            let max_idle = self.site.config.supplies.max_idle;
             let frame = tokio::select! {
                 frame = frames.next_control() => frame?,
                 _ = wait_true(self.stop.clone()) => return Ok(()),
+                () = tokio::time::sleep(max_idle) => {
+                    let e = idle(max_idle, ": no image was offered");
+                    self.refuse(&e).await?;
+                    return Err(e);
+                }
             };
+            self.shared.activity.touch();
             match frame.kind {
                 kind::GOODBYE => return Ok(()),
                 kind::OFFER => {
@@ -55,15 +75,36 @@ impl Session {
     /// not.
     async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
         self.shared.stages.reset();
-        let layout = self.unless_stopped(receive_layout(&offer, frames)).await?;
+        let layout = self.receive_layout(&offer, frames);
+        let layout = self.unless_stopped(self.unless_idle(layout)).await?;
+        if let Err(e) = self.check_owner(&offer.name) {
+            tracing::info!(peer = self.shared.peer_name, image = %offer.name, error = %e, "image refused");
+            return self.refuse(&e).await;
+        }
         if offer.dry_run {
             return self.unless_stopped(self.estimate(offer, frames)).await;
         }
-        match self.compare(&offer, &layout, frames).await? {
+        let done = match self.compare(&offer, &layout.encoded, frames).await? {
             Compared::Same(delivered) => self.send(kind::DELIVERED, encode(&delivered)).await,
             Compared::GivenUp => Ok(()),
-            Compared::Differs(first) => self.transfer(offer, layout, Some(first), frames).await,
-            Compared::Not => self.transfer(offer, layout, None, frames).await,
+            Compared::Differs(first) => self.transfer(offer, &layout, Some(first), frames).await,
+            Compared::Not => self.transfer(offer, &layout, None, frames).await,
+        };
+        // Its memory counts until the image has ended.
+        drop(layout);
+        done
+    }
+
+    /// Refuses to replace an image that belongs to another peer.
+    fn check_owner(&self, name: &ImageName) -> Result<(), TeleportError> {
+        let (peer, rights) = (&self.shared.peer, self.shared.rights);
+        match self.site.images.by_name(name) {
+            Some(record) if !record.may_be_changed_by(peer, rights) => {
+                let text =
+                    "an image of that name belongs to another peer; send it under another name";
+                Err(TeleportError::refused(Code::Denied, text))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -72,14 +113,14 @@ impl Session {
     async fn transfer(
         &mut self,
         offer: Offer,
-        layout: Vec<u8>,
+        layout: &ReceivedLayout,
         begun: Option<Event>,
         frames: &mut Frames,
     ) -> Result<(), TeleportError> {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (sink, slot, name) = (events.clone(), offer.slot, offer.name.clone());
-        let stop = self.stop.clone();
+        let (stop, layout) = (self.stop.clone(), layout.encoded.clone());
         let prepared = tokio::task::spawn_blocking(move || {
             prepare::prepare(&site, &shared, offer, &layout, sink, &stop)
         });
@@ -117,11 +158,13 @@ impl Session {
                 },
                 _ = wait_true(self.stop.clone()) => TeleportError::Stopped,
                 _ = wait_true(hold_stop.clone()) => prepare::taken_over(),
+                why = self.idle_while_others_wait() => why,
             };
             let _ = events.send(DriverEvent::Stop).await;
             let _ = driver.await;
             break Err(why);
         };
+        self.shared.activity.deliver(false);
         *self.shared.current.write() = None;
         *self.shared.progress.write() = None;
         match ended? {
@@ -161,29 +204,61 @@ impl Session {
     }
 }
 
-/// Receives the layout that follows an offer.
-async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, TeleportError> {
-    if offer.layout_bytes > drover_store::MAX_LAYOUT_BYTES {
-        return Err(TeleportError::Protocol(
-            "the offered layout is too large".into(),
-        ));
-    }
-    let mut layout = Vec::new();
-    while (layout.len() as u64) < offer.layout_bytes {
-        let frame = frames.next_control().await?;
-        let fits = layout.len() as u64 + frame.payload.len() as u64 <= offer.layout_bytes;
-        if frame.kind != kind::LAYOUT
-            || !fits
-            || frame.payload.is_empty()
-            || frame.payload.len() > LAYOUT_PART_BYTES
-        {
+impl Session {
+    /// Receives the layout that follows an offer. The memory that it takes, decoded, is counted before it is allocated:
+    /// a short message may describe a large layout.
+    async fn receive_layout(
+        &self,
+        offer: &Offer,
+        frames: &mut Frames,
+    ) -> Result<ReceivedLayout, TeleportError> {
+        if offer.layout_bytes > drover_store::MAX_LAYOUT_BYTES {
             return Err(TeleportError::Protocol(
-                "an offer without its layout".into(),
+                "the offered layout is too large".into(),
             ));
         }
-        layout.extend_from_slice(&frame.payload);
+        let received = self.layout_memory(offer.layout_bytes).await?;
+        let mut layout = Vec::new();
+        while (layout.len() as u64) < offer.layout_bytes {
+            let frame = frames.next_control().await?;
+            let fits = layout.len() as u64 + frame.payload.len() as u64 <= offer.layout_bytes;
+            if frame.kind != kind::LAYOUT
+                || !fits
+                || frame.payload.is_empty()
+                || frame.payload.len() > LAYOUT_PART_BYTES
+            {
+                return Err(TeleportError::Protocol(
+                    "an offer without its layout".into(),
+                ));
+            }
+            self.shared.activity.touch();
+            layout.extend_from_slice(&frame.payload);
+        }
+        let decoded = match Layout::decoding_bytes(&layout, layout_limits()) {
+            // An earlier session may have left another layout, which is decoded, too.
+            Ok(bytes) if !offer.dry_run => Some(self.layout_memory(bytes + bytes / 2).await?),
+            // It is not decoded, or refused with a reason when it is.
+            _ => None,
+        };
+        Ok(ReceivedLayout {
+            encoded: layout,
+            _memory: [Some(received), decoded],
+        })
     }
-    Ok(layout)
+
+    /// Takes memory for a layout, as soon as there is enough.
+    async fn layout_memory(&self, bytes: u64) -> Result<Share<PeerKey>, TeleportError> {
+        let memory = &self.site.config.supplies.layout_memory;
+        let taken = memory.take(self.shared.peer, bytes);
+        let taken = tokio::time::timeout(LAYOUT_WAIT, taken).await;
+        taken.map_err(|_| {
+            let message = format!(
+                "its layout needs {} MiB of memory at the destination, which the images being received now have; send it again later",
+                bytes.div_ceil(1 << 20)
+            );
+            TeleportError::refused(Code::Busy, message)
+        })
+    }
 }
 
 /// Passes a frame from the source to the driver.

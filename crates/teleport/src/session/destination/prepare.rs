@@ -110,6 +110,7 @@ pub fn prepare(
         peer_name,
         number,
         stages,
+        activity,
         ..
     } = shared;
     let key = transfer_key(peer, &offer.name);
@@ -126,6 +127,7 @@ pub fn prepare(
         })?;
     let dir = site.transfer_dir(&key);
     site.settle_renamed(&dir, &offer.name)?;
+    site.check_unknown_file(&offer.name)?;
     let mut machine = Destination::new(offer.walk_blocks);
     let mut digest = OrderedDigest::new(&layout);
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
@@ -183,7 +185,9 @@ pub fn prepare(
             let older = opening_of(&dir);
             let part = std::fs::metadata(dir.join("image.part")).ok();
             let there = part.as_ref().map_or(0, |m| m.blocks() * 512);
-            check_room(site, layout.covered_bytes().saturating_sub(there))?;
+            let more = layout.covered_bytes().saturating_sub(there);
+            site.check_quota(peer, &offer.name, more)?;
+            check_room(site, more)?;
             let image = site
                 .catalog
                 .new_image_id()
@@ -226,6 +230,7 @@ pub fn prepare(
         open: RwLock::new(open),
         events,
         stages: stages.clone(),
+        activity: activity.clone(),
     });
     let done_blocks = Arc::new(AtomicU64::new(machine.counts().in_place()));
     Ok(Prepared {
@@ -254,13 +259,10 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
     }
     site.check_held(&offer.name, "it")?;
     let taken = site.images.by_name(&offer.name).filter(|r| r.external);
-    if let Some(external) = taken {
+    if taken.is_some() {
         return Err(TeleportError::refused(
             Code::Denied,
-            format!(
-                "an image indexed in place there ({}) has that name; send it under another name, or remove that image there",
-                external.path.display()
-            ),
+            "an image indexed in place there has that name; send it under another name, or remove that image there",
         ));
     }
     Ok(())

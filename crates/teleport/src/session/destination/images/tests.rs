@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use drover_net::PeerKey;
+use drover_net::{Peer, PeerKey, Rights};
 use tokio::sync::watch;
 
 use super::*;
@@ -30,7 +30,13 @@ async fn ends() -> Ends {
     let (to, first_data) = mpsc::channel(1);
     let (out, told) = mpsc::channel(64);
     let (stop, stopped) = watch::channel(false);
-    let shared = SessionShared::new(PeerKey([3; 32]), "lyon".into(), 1, to);
+    let peer = Peer {
+        key: PeerKey([3; 32]),
+        name: "lyon".into(),
+        rights: Rights::DEFAULT.of_peer(),
+        domain: "default".into(),
+    };
+    let shared = SessionShared::new(peer, 1, to);
     Ends {
         session: Session {
             site,

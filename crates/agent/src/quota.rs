@@ -1,0 +1,180 @@
+//! How much of a site's disks its peers may take.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drover_core::ImageName;
+use drover_net::{Code, PeerKey, Refusal};
+use drover_store::{Catalog, SiteCatalog, changes};
+use parking_lot::Mutex;
+use rustix::fs::statvfs;
+
+use crate::error::{Result, failed};
+use crate::home::Home;
+use crate::site;
+use crate::text::bytes;
+
+/// How long what a peer has taken is known before it is counted again.
+const FRESH: Duration = Duration::from_secs(5);
+
+/// The quotas of peers in one domain of a site.
+pub struct Quotas {
+    home: Home,
+    images: Arc<SiteCatalog>,
+    peers: Arc<SiteCatalog>,
+    left: Mutex<HashMap<PeerKey, Left>>,
+}
+
+#[derive(Clone, Copy)]
+struct Left {
+    counted: Instant,
+    /// Its quota, and what is left of it; `None` without one.
+    bytes: Option<(u64, u64)>,
+}
+
+impl Quotas {
+    /// The quotas in the domain of this home.
+    ///
+    /// # Errors
+    /// When the site's catalog cannot be opened.
+    pub fn new(home: &Home, images: &Arc<SiteCatalog>) -> Result<Quotas> {
+        let peers = match home.of_site() {
+            Some(site) => Arc::new(site::open_catalog(&site)?),
+            None => Arc::clone(images),
+        };
+        Ok(Quotas {
+            home: home.clone(),
+            images: Arc::clone(images),
+            peers,
+            left: Mutex::default(),
+        })
+    }
+
+    /// Lets a peer take more bytes, or refuses. What it replaces, an image of the name `instead`, does not count. Blocks
+    /// on the disk from time to time.
+    ///
+    /// # Errors
+    /// [`Code::NoSpace`] when its quota is used up.
+    pub fn take(
+        &self,
+        peer: &PeerKey,
+        instead: Option<&ImageName>,
+        more: u64,
+    ) -> Result<(), Refusal> {
+        let known = self.left.lock().get(peer).copied();
+        let known = known.filter(|left| instead.is_none() && left.counted.elapsed() < FRESH);
+        let known = known.filter(|left| left.bytes.is_none_or(|(_, left)| left >= more));
+        let now = match known {
+            Some(known) => known,
+            None => self.count(peer, instead).map_err(failed)?,
+        };
+        let bytes_left = match now.bytes {
+            None => None,
+            Some((quota, left)) if left >= more => Some((quota, left - more)),
+            Some((quota, left)) => {
+                return Err(Refusal::new(
+                    Code::NoSpace,
+                    format!(
+                        "your site may take {} there, and has {} left: {} more are needed",
+                        bytes(quota),
+                        bytes(left),
+                        bytes(more)
+                    ),
+                ));
+            }
+        };
+        let left = Left {
+            bytes: bytes_left,
+            ..now
+        };
+        self.left.lock().insert(*peer, left);
+        Ok(())
+    }
+
+    /// Counts what a peer has taken.
+    fn count(&self, key: &PeerKey, instead: Option<&ImageName>) -> Result<Left> {
+        let counted = Instant::now();
+        let peer = self.peers.peer_by_key(key)?;
+        let quota = peer.and_then(|peer| peer.grant.quota_bytes);
+        let Some(quota) = quota else {
+            return Ok(Left {
+                counted,
+                bytes: None,
+            });
+        };
+        let images = self.images.images()?.into_iter();
+        let images =
+            images.filter(|image| image.owner == Some(*key) && Some(&image.name) != instead);
+        let transfers = drover_teleport::unfinished(&self.home.work_dir())?.into_iter();
+        let transfers = transfers.filter(|transfer| transfer.sender == *key);
+        let written = changes::all(&self.home.mounted_dir())?.into_iter();
+        let written = written.filter(|c| c.writer.as_ref().is_some_and(|by| by.peer == key.0));
+        let taken = images.map(|image| image.data_bytes).sum::<u64>()
+            + transfers.map(|transfer| transfer.room_bytes).sum::<u64>()
+            + written.map(|changes| changes.room).sum::<u64>();
+        Ok(Left {
+            counted,
+            bytes: Some((quota, quota.saturating_sub(taken))),
+        })
+    }
+
+    /// Fails if so many more bytes would not leave free what the site keeps free.
+    ///
+    /// # Errors
+    /// [`Code::NoSpace`].
+    pub fn keep_free(&self, more: u64) -> Result<(), Refusal> {
+        let Ok(fs) = statvfs(self.home.dir()) else {
+            return Ok(());
+        };
+        let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+        let keep = site::reserve_bytes(&self.home);
+        match free.saturating_sub(keep) >= more {
+            true => Ok(()),
+            false => Err(Refusal::new(
+                Code::NoSpace,
+                format!("the site has {} left, which it keeps free", bytes(free)),
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_net::Rights;
+    use drover_store::{Grant, Peer};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_takes_what_it_may_and_no_more() {
+        let tmp = tempfile::tempdir().unwrap();
+        let home = Home::create(tmp.path().into()).unwrap();
+        let catalog = Arc::new(site::open_catalog(&home).unwrap());
+        let key = |n| PeerKey([n; 32]);
+        for (n, quota_bytes) in [(1, Some(1000)), (2, None)] {
+            let peer = Peer {
+                name: format!("p{n}"),
+                key: key(n),
+                addresses: Vec::new(),
+                paired_unix: 0,
+                grant: Grant {
+                    quota_bytes,
+                    ..Grant::of(Rights::DEFAULT)
+                },
+            };
+            catalog.put_peer(&peer).unwrap();
+        }
+        let quotas = Quotas::new(&home, &catalog).unwrap();
+        quotas.take(&key(1), None, 600).unwrap();
+        quotas.take(&key(1), None, 400).unwrap();
+        quotas.take(&key(2), None, u64::MAX).unwrap();
+        // Nothing of it is on the disk: it is counted again before it is refused.
+        quotas.take(&key(1), None, 1000).unwrap();
+        let refusal = quotas.take(&key(1), None, 1001).unwrap_err();
+        assert_eq!(refusal.code, Code::NoSpace, "{refusal}");
+        quotas.keep_free(0).unwrap();
+        let refusal = quotas.keep_free(u64::MAX).unwrap_err();
+        assert_eq!(refusal.code, Code::NoSpace);
+    }
+}

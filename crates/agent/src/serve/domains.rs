@@ -1,0 +1,289 @@
+//! The domains of a site: images, matchers and leases that peers of another domain never meet.
+//!
+//! A domain is a site within the site, with a catalog of images, a matcher and a directory of images of its own, below
+//! `domains/NAME` in the home. The default domain is the home itself. The others are opened on use and closed when they
+//! have been idle for [`IDLE`]; at most [`MAX_OPEN`] are open at once, which bounds the memory of their matchers.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drover_mount::server::Server as DeviceServer;
+use drover_net::{Code, Identity, PeerKey, Refusal};
+use drover_store::SiteCatalog;
+use drover_teleport::{Site, Supplies};
+use parking_lot::Mutex;
+
+use super::recovery::Recovery;
+use super::trust::break_leases;
+use crate::changes::Here;
+use crate::error::{Result, one_line, refusal_of};
+use crate::home::{Home, HomeLock};
+use crate::mounts::{leased_on_disk, site_server, why_held};
+use crate::quota::Quotas;
+use crate::site;
+
+/// Upper bound on domains that are open at once, beside the default one.
+pub const MAX_OPEN: usize = 16;
+
+/// How long an unused domain stays open.
+pub const IDLE: Duration = Duration::from_secs(300);
+
+/// One domain that is open.
+pub struct Domain {
+    /// Its directory.
+    pub home: Home,
+    /// Its images.
+    pub catalog: Arc<SiteCatalog>,
+    /// Receives images.
+    pub site: Arc<Site>,
+    /// Serves them to mounts.
+    pub devices: Arc<DeviceServer>,
+    _lock: HomeLock,
+}
+
+impl Domain {
+    /// Opens the domain in this home.
+    ///
+    /// # Errors
+    /// When another process uses it, or its files cannot be used.
+    pub async fn open(
+        home: Home,
+        lock: HomeLock,
+        catalog: Arc<SiteCatalog>,
+        identity: &Identity,
+        supplies: Supplies,
+    ) -> Result<Arc<Domain>> {
+        let site = site::open(&home, &catalog, identity, supplies).await?;
+        let devices = site_server(&home, &catalog)?;
+        hold_leased(&site, &devices, &home);
+        let quotas = Quotas::new(&home, &catalog)?;
+        site.limit_by(Arc::new(move |peer, name, bytes| {
+            quotas.take(peer, Some(name), bytes)
+        }));
+        Ok(Arc::new(Domain {
+            home,
+            catalog,
+            site,
+            devices,
+            _lock: lock,
+        }))
+    }
+
+    /// Where its changes are merged.
+    pub fn here(&self, key: PeerKey) -> Here {
+        Here {
+            site: Arc::clone(&self.site),
+            server: Arc::clone(&self.devices),
+            state: self.home.mounted_dir(),
+            key,
+        }
+    }
+
+    /// Closes it.
+    ///
+    /// # Errors
+    /// When its caches cannot be saved; a full disk only slows down the next opening, and is logged.
+    pub async fn close(&self) -> Result<()> {
+        let site = Arc::clone(&self.site);
+        match tokio::task::spawn_blocking(move || site.close()).await? {
+            Err(e) if e.is_full() => {
+                tracing::warn!("the matcher's caches are rebuilt at the next start: {e}");
+                Ok(())
+            }
+            closed => Ok(closed?),
+        }
+    }
+}
+
+/// Prevents images from being replaced or removed while they are mounted, or a mount can still push to them.
+fn hold_leased(site: &Arc<Site>, devices: &Arc<DeviceServer>, home: &Home) {
+    let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
+    site.hold_by(Arc::new(move |name| {
+        // A delivery may outlive the server.
+        let leased = match devices.upgrade() {
+            Some(devices) => devices.leased(name),
+            None => leased_on_disk(&state, name),
+        };
+        why_held(name, leased)
+    }));
+}
+
+/// The domains of a site that are open, beside the default one.
+pub struct Domains {
+    supplies: Supplies,
+    /// Held while one is opened or closed.
+    changing: tokio::sync::Mutex<()>,
+    open: Mutex<HashMap<String, Opened>>,
+}
+
+struct Opened {
+    domain: Arc<Domain>,
+    /// Finishes merges that a crash interrupted.
+    recovery: Recovery,
+    users: usize,
+    /// When the last user left.
+    since: Instant,
+}
+
+impl Opened {
+    async fn close(self, name: &str) {
+        self.recovery.end().await;
+        match self.domain.close().await {
+            Ok(()) => tracing::info!(domain = name, "domain closed"),
+            Err(e) => tracing::warn!(domain = name, "{}", one_line(&e)),
+        }
+    }
+}
+
+/// A domain in use, until it is dropped.
+pub struct InUse<'a> {
+    domains: &'a Domains,
+    name: String,
+    domain: Arc<Domain>,
+}
+
+impl InUse<'_> {
+    /// The domain.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+}
+
+impl Drop for InUse<'_> {
+    fn drop(&mut self) {
+        if let Some(opened) = self.domains.open.lock().get_mut(&self.name) {
+            opened.users -= 1;
+            opened.since = Instant::now();
+        }
+    }
+}
+
+impl Domains {
+    /// None are open yet.
+    pub fn new(supplies: Supplies) -> Domains {
+        Domains {
+            supplies,
+            changing: tokio::sync::Mutex::default(),
+            open: Mutex::default(),
+        }
+    }
+
+    /// The domain of that name of the site in `home`, whose catalog has `peers`.
+    ///
+    /// # Errors
+    /// When there is none, too many are in use, or its files cannot be used.
+    pub async fn of(
+        &self,
+        home: &Home,
+        identity: &Identity,
+        peers: &Arc<SiteCatalog>,
+        name: &str,
+    ) -> Result<InUse<'_>, Refusal> {
+        if let Some(found) = self.take(name) {
+            return Ok(found);
+        }
+        let _changing = self.changing.lock().await;
+        if let Some(found) = self.take(name) {
+            return Ok(found);
+        }
+        let home = home.domain(name).map_err(refusal_of)?;
+        if self.open.lock().len() >= MAX_OPEN && !self.close_idle(Duration::ZERO, 1).await {
+            let text = format!("{MAX_OPEN} domains of this site are in use; try again later");
+            return Err(Refusal::new(Code::Busy, text));
+        }
+        let opened = async {
+            let lock = home.lock()?;
+            let catalog = Arc::new(site::open_catalog(&home)?);
+            Domain::open(home, lock, catalog, identity, self.supplies.clone()).await
+        };
+        let domain = opened.await.map_err(refusal_of)?;
+        let recovery = Recovery::begin(domain.here(identity.key()));
+        // What was taken away while it was closed.
+        let devices = Arc::clone(&domain.devices);
+        let leases = break_leases(peers, identity.key(), name, &devices).await;
+        leases.map_err(refusal_of)?;
+        let opened = Opened {
+            domain,
+            recovery,
+            users: 0,
+            since: Instant::now(),
+        };
+        self.open.lock().insert(name.to_owned(), opened);
+        tracing::info!(domain = name, "domain opened");
+        self.take(name)
+            .ok_or_else(|| Refusal::new(Code::Unavailable, "the domain was closed; try again"))
+    }
+
+    fn take(&self, name: &str) -> Option<InUse<'_>> {
+        let mut open = self.open.lock();
+        let opened = open.get_mut(name)?;
+        opened.users += 1;
+        Some(InUse {
+            domains: self,
+            name: name.to_owned(),
+            domain: Arc::clone(&opened.domain),
+        })
+    }
+
+    /// Closes up to `most` domains that nobody has used for `idle`, the longest unused first; returns whether any was
+    /// closed. The caller holds `changing`.
+    async fn close_idle(&self, idle: Duration, most: usize) -> bool {
+        let closed = {
+            let mut open = self.open.lock();
+            let unused = open
+                .iter()
+                .filter(|(_, o)| o.users == 0 && o.since.elapsed() >= idle);
+            let mut unused: Vec<_> = unused.map(|(name, o)| (o.since, name.clone())).collect();
+            unused.sort();
+            unused.truncate(most);
+            let taken = unused
+                .into_iter()
+                .filter_map(|(_, name)| open.remove_entry(&name));
+            Vec::from_iter(taken)
+        };
+        let any = !closed.is_empty();
+        for (name, opened) in closed {
+            opened.close(&name).await;
+        }
+        any
+    }
+
+    /// Closes a domain, if it is open; whether it is closed now.
+    pub async fn close_unused(&self, name: &str) -> bool {
+        let _changing = self.changing.lock().await;
+        let closed = {
+            let mut open = self.open.lock();
+            match open.get(name).map(|opened| opened.users) {
+                None => return true,
+                Some(0) => open.remove(name),
+                Some(_) => None,
+            }
+        };
+        match closed {
+            Some(closed) => closed.close(name).await,
+            None => return false,
+        }
+        true
+    }
+
+    /// Closes those that have been idle for [`IDLE`].
+    pub async fn tidy(&self) {
+        let _changing = self.changing.lock().await;
+        self.close_idle(IDLE, usize::MAX).await;
+    }
+
+    /// Closes all; nobody may be using any.
+    pub async fn close(&self) {
+        let _changing = self.changing.lock().await;
+        self.close_idle(Duration::ZERO, usize::MAX).await;
+    }
+
+    /// Those that are open.
+    pub fn open(&self) -> Vec<(String, Arc<Domain>)> {
+        let open = self.open.lock();
+        open.iter()
+            .map(|(name, o)| (name.clone(), Arc::clone(&o.domain)))
+            .collect()
+    }
+}

@@ -1,0 +1,95 @@
+//! Services of a site, in the domain of the caller.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use drover_net::service::{Exchange, Handler, IncomingCall, Peer, Request, Service, ServiceFuture};
+use drover_net::{Code, DEFAULT_DOMAIN, Refusal, Right};
+
+use super::domains::{Domain, InUse};
+use super::server::{Duty, OfSite, Server};
+
+/// Handles the requests to a site in the domain of the caller.
+#[derive(Clone)]
+pub struct InDomain(pub Arc<Server>);
+
+impl InDomain {
+    /// The domain of a caller, which is in use until the first part is dropped.
+    pub async fn of(&self, peer: &Peer) -> Result<(Option<InUse<'_>>, Arc<Domain>), Refusal> {
+        let Duty::Site(default) = &self.0.duty else {
+            return Err(Refusal::new(Code::Unsupported, "this is not a site"));
+        };
+        if peer.domain == DEFAULT_DOMAIN {
+            return Ok((None, Arc::clone(default)));
+        }
+        let server = &self.0;
+        let found = server
+            .domains
+            .of(
+                &server.home,
+                &server.identity,
+                &server.catalog,
+                &peer.domain,
+            )
+            .await?;
+        let domain = Arc::clone(found.domain());
+        Ok((Some(found), domain))
+    }
+}
+
+impl<R: Request> Handler<R> for InDomain
+where
+    OfSite: Handler<R>,
+{
+    async fn handle(
+        &self,
+        peer: &Peer,
+        request: R,
+        exchange: &mut Exchange<'_, R>,
+    ) -> Result<R::Reply, Refusal> {
+        let (_used, domain) = self.of(peer).await?;
+        let site = OfSite {
+            server: Arc::clone(&self.0),
+            domain,
+        };
+        site.handle(peer, request, exchange).await
+    }
+}
+
+/// A conversation with a site, in the domain of the caller.
+pub struct Conversation<R, S> {
+    server: InDomain,
+    service: fn(&Domain) -> S,
+    request: PhantomData<fn(R)>,
+}
+
+impl<R: Request, S: Service> Conversation<R, S> {
+    /// Conversations that `R` opens and `service` of a domain serves.
+    pub fn new(server: &Arc<Server>, service: fn(&Domain) -> S) -> Self {
+        Conversation {
+            server: InDomain(Arc::clone(server)),
+            service,
+            request: PhantomData,
+        }
+    }
+}
+
+impl<R: Request, S: Service> Service for Conversation<R, S> {
+    fn id(&self) -> &'static str {
+        R::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        R::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let (_used, domain) = match self.server.of(&peer).await {
+                Ok(found) => found,
+                Err(refusal) => return Ok(call.refuse(&refusal).await?),
+            };
+            (self.service)(&domain).serve(peer, call).await
+        })
+    }
+}

@@ -1,0 +1,127 @@
+//! Peers of one domain that want to know what is in another.
+
+use super::*;
+use crate::world::same;
+
+/// A site with a domain for each of two tenants, paired as `a` and `b`.
+fn two_tenants(world: &World) -> Site {
+    let site = world.serve("far", &[]);
+    for tenant in ["a", "b"] {
+        world.run("far", &["domains", "add", tenant]).ok();
+        let ticket = world
+            .run("far", &["ticket", "--domain", tenant, "--name", tenant])
+            .ok()
+            .out;
+        world
+            .run(tenant, &["pair", ticket.trim(), "--name", "far"])
+            .ok();
+    }
+    site
+}
+
+#[test]
+fn what_is_in_a_domain_is_not_seen_or_matched_in_another() {
+    let world = World::new();
+    let site = two_tenants(&world);
+    let image = world.image("web.img", 1, 256);
+    let path = image.to_str().unwrap();
+    let sent = |tenant: &str| {
+        let ran = world.run(tenant, &["send", path, "far", "--json"]).ok();
+        let done = ran.json().pop().unwrap();
+        done["images"][0]["matched_blocks"].as_u64().unwrap()
+    };
+    assert_eq!(sent("a"), 0);
+    // The same image by another tenant: all of it crosses, also for an estimate.
+    let estimate = world
+        .run("b", &["send", path, "far", "--dry-run", "--json"])
+        .ok();
+    let estimate = estimate.json().pop().unwrap();
+    assert_eq!(estimate["estimates"][0]["matched_blocks"], 0, "{estimate}");
+    for (tenant, images) in [("a", 1), ("b", 0)] {
+        let listed = world.run(tenant, &["images", "far", "--json"]).ok().json();
+        assert_eq!(listed.len(), images, "{tenant}");
+    }
+    world
+        .run("b", &["verify", "web.img", "far"])
+        .fails(3, &["no image called web.img"]);
+    assert_eq!(sent("b"), 0);
+    // Two images of one name.
+    for tenant in ["a", "b"] {
+        same(
+            &fs::read(
+                world
+                    .path("far")
+                    .join("domains")
+                    .join(tenant)
+                    .join("images/web.img"),
+            )
+            .unwrap(),
+            &image,
+        );
+        let listed = world
+            .run("far", &["images", "--domain", tenant, "--json"])
+            .ok();
+        assert_eq!(listed.json().len(), 1, "{tenant}");
+    }
+    assert_eq!(world.run("far", &["images", "--json"]).ok().out, "");
+    // Within a domain it is matched.
+    world
+        .run("a", &["send", path, "far", "--as", "copy.img"])
+        .ok();
+    assert_eq!(site.stop().0, Some(0));
+}
+
+#[test]
+fn an_image_moves_to_another_domain_and_is_matched_there() {
+    let world = World::new();
+    let _site = two_tenants(&world);
+    let image = world.image("web.img", 1, 256);
+    let path = image.to_str().unwrap();
+    world.run("a", &["send", path, "far"]).ok();
+    let run = |args: &[&str]| world.run("far", args);
+    run(&["domains", "move", "web.img", "--from", "a", "--to", "b"]).ok();
+    run(&["domains", "move", "web.img", "--from", "a", "--to", "b"]).fails(3, &["web.img"]);
+    run(&["verify", "web.img", "--domain", "b"]).ok();
+    assert_eq!(run(&["images", "--domain", "a", "--json"]).ok().out, "");
+    let ran = world
+        .run("b", &["send", path, "far", "--as", "copy.img", "--json"])
+        .ok();
+    let done = ran.json().pop().unwrap();
+    assert!(
+        done["images"][0]["matched_blocks"].as_u64().unwrap() > 200,
+        "{done}"
+    );
+    // Only an empty domain goes.
+    run(&["domains", "rm", "b", "--yes"]).fails(3, &["b"]);
+    run(&["domains", "rm", "a", "--yes"]).fails(3, &["peer a"]);
+    run(&["peers", "forget", "a", "--yes"]).ok();
+    run(&["domains", "rm", "a", "--yes"]).ok();
+    let names = run(&["domains", "--json"]).ok().json();
+    let names: Vec<_> = names.iter().map(|d| d["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["default", "b"]);
+}
+
+#[test]
+fn a_teleporter_matches_for_each_domain_apart() {
+    let world = World::new();
+    let teleporter = world.process("matcher", &["teleporter", "--listen", "127.0.0.1:0"]);
+    world
+        .run("far", &["pair", &teleporter.ticket, "--name", "matcher"])
+        .ok();
+    fs::write(
+        world.path("far").join("config.toml"),
+        "teleporter = \"matcher\"\n",
+    )
+    .unwrap();
+    let _site = two_tenants(&world);
+    let image = world.image("web.img", 1, 256);
+    let path = image.to_str().unwrap();
+    for (tenant, name) in [("a", "web.img"), ("b", "web.img"), ("b", "copy.img")] {
+        let ran = world
+            .run(tenant, &["send", path, "far", "--as", name, "--json"])
+            .ok();
+        let done = ran.json().pop().unwrap();
+        let matched = done["images"][0]["matched_blocks"].as_u64().unwrap();
+        assert_eq!(matched > 200, name == "copy.img", "{tenant}: {done}");
+    }
+}
