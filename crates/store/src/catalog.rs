@@ -47,12 +47,15 @@ pub const MAX_SHARED: usize = 64;
 
 impl ImageRecord {
     /// Whether a peer with these rights may replace it or change what it holds: its owner, those that it is shared with,
-    /// whoever may change everything, and, if it is the site's own, everybody with the right to write.
+    /// whoever may change everything, and, if it is the site's own, everybody with the right to write. An image that came
+    /// from a peer that is no longer known is nobody's.
     #[must_use]
     pub fn may_be_changed_by(&self, peer: &PeerKey, rights: Rights) -> bool {
-        rights.has(Right::Admin)
-            || self.owner.is_none_or(|owner| owner == *peer)
-            || self.shared.contains(peer)
+        let is_owner = match self.owner {
+            Some(owner) => owner == *peer,
+            None => self.from.is_empty(),
+        };
+        is_owner || self.shared.contains(peer) || rights.has(Right::Admin)
     }
 }
 
@@ -87,4 +90,39 @@ pub trait Catalog: Send + Sync {
     /// # Errors
     /// As above.
     fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_is_changed_by_those_that_may() {
+        let key = |n| PeerKey([n; 32]);
+        let image = |from: &str, owner| ImageRecord {
+            id: ImageId(1),
+            name: ImageName::new("a").unwrap(),
+            path: "/a".into(),
+            format: "raw".into(),
+            size_bytes: 0,
+            data_bytes: 0,
+            virtual_bytes: 0,
+            digest: Digest::default(),
+            stamp: None,
+            added_unix: 0,
+            from: from.into(),
+            external: false,
+            owner,
+            shared: vec![key(3)],
+        };
+        let may = |image: &ImageRecord| {
+            [1, 2, 3].map(|n| image.may_be_changed_by(&key(n), Rights::DEFAULT))
+        };
+        assert_eq!(may(&image("a", Some(key(1)))), [true, false, true]);
+        assert_eq!(may(&image("", None)), [true; 3]);
+        // Its sender was forgotten, or its record was rebuilt without the owner.
+        let nobodys = image("a", None);
+        assert_eq!(may(&nobodys), [false, false, true]);
+        assert!(nobodys.may_be_changed_by(&key(2), Rights::OWNER));
+    }
 }

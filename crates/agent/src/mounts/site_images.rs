@@ -63,9 +63,8 @@ impl SiteImages {
         })?;
         if was_changed(&record) {
             // The digest no longer matches the file: mounts would reuse cached chunks of the former content.
-            let path = record.path.display();
             let text = format!(
-                "{name}: its file {path} was changed after it had been indexed; run `drover index {path}` at {} again",
+                "{name} was changed after it had been indexed; run `drover index` for its file at {}",
                 self.site
             );
             return Err(Refusal::new(Code::Corrupt, text));
