@@ -53,7 +53,7 @@ impl ImageRecord {
     pub fn may_be_changed_by(&self, peer: &PeerKey, rights: Rights) -> bool {
         let is_owner = match self.owner {
             Some(owner) => owner == *peer,
-            None => self.from.is_empty(),
+            None => self.from.is_empty() && rights.has(Right::Write),
         };
         is_owner || self.shared.contains(peer) || rights.has(Right::Admin)
     }
@@ -120,6 +120,8 @@ mod tests {
         };
         assert_eq!(may(&image("a", Some(key(1)))), [true, false, true]);
         assert_eq!(may(&image("", None)), [true; 3]);
+        let only_sends = Rights::of(&[Right::Send, Right::Read]);
+        assert!(!image("", None).may_be_changed_by(&key(1), only_sends));
         // Its sender was forgotten, or its record was rebuilt without the owner.
         let nobodys = image("a", None);
         assert_eq!(may(&nobodys), [false, false, true]);

@@ -1,0 +1,183 @@
+//! The end that the machine goes to.
+
+use drover_net::Refusal;
+use drover_store::machine::{Decision, Machine, Move, Other, Token};
+
+use crate::protocol::{Answer, Ask, OpenMove};
+
+/// What happens to a leecher.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Its memory is copied, perhaps for another time: what has arrived before is void.
+    Copying,
+    /// All of the machine is here, paused: it can be taken.
+    Ready,
+    /// It runs.
+    Running,
+    /// It can no longer be taken: what has arrived of it is lost.
+    Lost(String),
+    /// The seeder asks.
+    Asked(Ask),
+}
+
+/// What its driver does, in this order. When one fails, it does none of those that follow, and continues from the record
+/// on the disk with another leecher.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Make this record durable.
+    Keep(Machine),
+    /// Let the machine run. Repeated after a restart: it may run already.
+    Run,
+    /// End what has arrived of the machine.
+    Discard,
+    /// Answer the seeder.
+    Answer(Answer),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// It arrives; whether all of it has.
+    Coming {
+        ready: bool,
+    },
+    /// It is recorded as taken, and is being started.
+    Starting,
+    Over,
+}
+
+/// See the module documentation.
+#[derive(Clone, Debug)]
+pub struct Leecher {
+    token: Token,
+    record: Machine,
+    state: State,
+    why: String,
+}
+
+impl Leecher {
+    /// Receives a machine: a new one, or again after a cut. `known` is this site's record of it. If this process saw
+    /// it arrive before, that is to be continued with [`Leecher::handle`], not begun anew.
+    ///
+    /// # Errors
+    /// When it cannot be received, see [`Machine::receive`].
+    pub fn start(
+        known: Option<&Machine>,
+        offer: &OpenMove,
+        from: Other,
+        actions: &mut Vec<Action>,
+    ) -> Result<Self, Refusal> {
+        let unknown = Machine::foreign(offer.seed, offer.generation, from.clone());
+        let before = known.unwrap_or(&unknown);
+        let token = offer.token;
+        let mut leecher = Self {
+            token,
+            record: before.clone(),
+            state: State::Over,
+            why: String::new(),
+        };
+        let is_known = before.seed == offer.seed && before.decision(token) != Decision::Unknown;
+        match Self::restart(before, actions).filter(|old| is_known && old.token == token) {
+            Some(old) => leecher = old,
+            // Decided, and over.
+            None if is_known && before.decision(token) != Decision::Open => {}
+            None => {
+                let record = before.receive(token, offer.seed, offer.generation, from)?;
+                leecher.state = State::Coming { ready: false };
+                leecher.keep(record, actions);
+            }
+        }
+        actions.push(Action::Answer(leecher.answer()));
+        Ok(leecher)
+    }
+
+    /// Continues after a restart of the site, from its record; `None` if no move to this site is under way. What had
+    /// arrived of the machine's memory is lost unless [`Event::Ready`] follows.
+    #[must_use]
+    pub fn restart(record: &Machine, actions: &mut Vec<Action>) -> Option<Self> {
+        let (token, state) = match &record.under_way {
+            Some(Move::Coming(token, _)) => (*token, State::Coming { ready: false }),
+            Some(Move::Taken(token, _)) => (*token, State::Starting),
+            _ => return None,
+        };
+        if state == State::Starting {
+            actions.push(Action::Run);
+        }
+        Some(Self {
+            token,
+            record: record.clone(),
+            state,
+            why: String::new(),
+        })
+    }
+
+    /// The move.
+    #[must_use]
+    pub fn token(&self) -> Token {
+        self.token
+    }
+
+    /// The machine, as it is or is about to be recorded.
+    #[must_use]
+    pub fn record(&self) -> &Machine {
+        &self.record
+    }
+
+    /// Handles an event.
+    pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match (self.state, event) {
+            (State::Coming { .. }, Event::Copying) => self.state = State::Coming { ready: false },
+            (State::Coming { .. }, Event::Ready) => self.state = State::Coming { ready: true },
+            (State::Coming { .. }, Event::Lost(why)) => self.refuse(why, actions),
+            (State::Coming { ready: true }, Event::Asked(Ask::Commit)) => {
+                if let Some(record) = self.record.take(self.token) {
+                    self.state = State::Starting;
+                    self.keep(record, actions);
+                    actions.push(Action::Run);
+                }
+                actions.push(Action::Answer(self.answer()));
+            }
+            // It committed, so all had arrived.
+            (State::Coming { ready: false }, Event::Asked(Ask::Commit)) => {
+                self.refuse("what had arrived of it was lost".into(), actions);
+                actions.push(Action::Answer(self.answer()));
+            }
+            (State::Coming { .. }, Event::Asked(Ask::Cancel)) => {
+                self.refuse("cancelled".into(), actions);
+                actions.push(Action::Answer(self.answer()));
+            }
+            (State::Starting, Event::Running) => {
+                self.state = State::Over;
+                if let Some(record) = self.record.started(self.token) {
+                    self.keep(record, actions);
+                }
+            }
+            (State::Starting | State::Over, Event::Asked(_)) => {
+                actions.push(Action::Answer(self.answer()));
+            }
+            // Late or repeated: it changes nothing.
+            _ => {}
+        }
+    }
+
+    fn refuse(&mut self, why: String, actions: &mut Vec<Action>) {
+        if let Some(record) = self.record.refuse(self.token) {
+            (self.state, self.why) = (State::Over, why);
+            self.keep(record, actions);
+            actions.push(Action::Discard);
+        }
+    }
+
+    /// What became of the move, as far as it is recorded.
+    #[must_use]
+    pub fn answer(&self) -> Answer {
+        Answer {
+            decision: self.record.decision(self.token),
+            why: self.why.clone(),
+        }
+    }
+
+    fn keep(&mut self, record: Machine, actions: &mut Vec<Action>) {
+        self.record = record.clone();
+        actions.push(Action::Keep(record));
+    }
+}
