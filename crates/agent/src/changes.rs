@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use drover_core::{Digest, ImageName};
 use drover_mount::server::Server;
 use drover_net::request;
-use drover_store::SiteCatalog;
 use drover_store::changes::{self, Changes};
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
@@ -29,7 +28,7 @@ use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::{bytes, clean};
 
-pub use merge::{Merged, Order, merge};
+pub use merge::{Author, Merged, Order, merge};
 pub use part::Target;
 pub use recover::{recover, recover_own};
 pub use turn::Here;
@@ -53,7 +52,7 @@ pub struct ImageChanges {
     pub earlier: bool,
     /// The digest of the base image.
     pub base: Option<String>,
-    /// The directory with the changes.
+    /// The directory with the changes; empty for a peer.
     pub directory: String,
     /// Why the changes cannot be read.
     pub problem: Option<String>,
@@ -96,12 +95,12 @@ pub fn of_image(home: &Home, name: &ImageName) -> Option<ImageChanges> {
     changes::of_image(&home.mounted_dir(), name).map(ImageChanges::from)
 }
 
-/// Request: list the changes of all images.
+/// Request: list the changes of all images; a peer sees those that belong to it or that it wrote.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ListChanges;
-request!(ListChanges: "change.list", Manage, () => Vec<ImageChanges>);
+request!(ListChanges: "change.list", List, () => Vec<ImageChanges>);
 
-/// Request: drop the changes of an image.
+/// Request: drop the changes of an image; a peer may drop those that belong to it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DropChanges {
     /// The image.
@@ -109,9 +108,9 @@ pub struct DropChanges {
     /// Drop the changes of earlier, replaced images of that name instead.
     pub earlier: bool,
 }
-request!(DropChanges: "change.drop", Manage, () => Dropped);
+request!(DropChanges: "change.drop", Write, () => Dropped);
 
-request!(Order: "change.merge", Manage, Progress => Merged);
+request!(Order: "change.merge", Write, Progress => Merged);
 
 /// The changes of all images, read from disk.
 ///
@@ -140,34 +139,39 @@ pub fn drop_at(server: &Server, name: &ImageName, earlier: bool) -> Result<Dropp
     })
 }
 
-/// The changes of all images, from the running site or, when none runs, from disk.
+/// The changes of all images, from the running site or, when none runs, from disk; or those at a peer that this site may see.
 ///
 /// # Errors
 /// When the site does not reply, or its state cannot be read.
-pub async fn list(home: &Home) -> Result<Vec<ImageChanges>> {
-    match Call::local(home).await? {
+pub async fn list(home: &Home, peer: Option<&str>) -> Result<Vec<ImageChanges>> {
+    match Call::at(home, peer).await? {
         Some(call) => call.ask(&ListChanges, |()| {}).await,
         None => on_disk(home),
     }
 }
 
-/// Drops changes through the running site, or in this process when none runs.
+/// Drops changes at a peer, through the running site, or in this process when none runs.
 ///
 /// # Errors
 /// As [`drop_at`].
 pub async fn ask_to_drop(
     home: &Home,
-    catalog: &Arc<SiteCatalog>,
+    peer: Option<&str>,
     name: &ImageName,
     earlier: bool,
 ) -> Result<Dropped> {
-    if let Some(call) = Call::local(home).await? {
-        let name = name.clone();
-        return call.ask(&DropChanges { name, earlier }, |()| {}).await;
+    if let Some(call) = Call::at(home, peer).await? {
+        let request = DropChanges {
+            name: name.clone(),
+            earlier,
+        };
+        let dropped = call.ask(&request, |()| {}).await;
+        return dropped.map_err(|e| e.about_image(peer, name));
     }
     // Keeps a site from starting to serve the image meanwhile; recovers interrupted merges first.
-    let own = Own::open(home, catalog).await?;
-    let server = mounts::site_server(home, catalog)?;
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let own = Own::open(home, &catalog).await?;
+    let server = mounts::site_server(home, &catalog)?;
     let name = name.clone();
     let dropped = tokio::task::spawn_blocking(move || drop_at(&server, &name, earlier)).await?;
     own.close().await?;
@@ -193,17 +197,19 @@ impl ImageChanges {
     }
 }
 
-/// Merges through the running site, or in this process when none runs. `progress` receives bytes done and the total.
+/// Merges at a peer, through the running site, or in this process when none runs. `progress` receives bytes done and the total.
 ///
 /// # Errors
 /// As [`merge()`].
 pub async fn ask_to_merge(
     home: &Home,
+    peer: Option<&str>,
     order: Order,
     mut progress: impl FnMut(u64, u64) + Send + 'static,
 ) -> Result<Merged> {
-    if let Some(call) = Call::local(home).await? {
-        return call.ask(&order, |p| progress(p.done, p.total)).await;
+    if let Some(call) = Call::at(home, peer).await? {
+        let merged = call.ask(&order, |p| progress(p.done, p.total)).await;
+        return merged.map_err(|e| e.about_image(peer, &order.name));
     }
     let signals = Stop::on_signals()?;
     let catalog = Arc::new(site::open_catalog(home)?);
@@ -211,7 +217,8 @@ pub async fn ask_to_merge(
     let here = Here::of(home, &catalog, own.site())?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
-    let mut work = tokio::task::spawn_blocking(move || merge(&here, &order, &mut progress, &flag));
+    let mut work =
+        tokio::task::spawn_blocking(move || merge(&here, &order, None, &mut progress, &flag));
     let mut stop_requested = signals.watch();
     let merged = tokio::select! {
         merged = &mut work => merged,

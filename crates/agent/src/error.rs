@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 
-use drover_core::{DeviceError, NameError};
+use drover_core::{DeviceError, ImageName, NameError};
 use drover_device::builder::BuildError;
 use drover_device::synced::{OrderError, SyncedError};
 use drover_frontend::{fuse, kernel_nbd, loopdev, nbd};
@@ -172,6 +172,14 @@ impl Error {
             }
             None => format!("this site has no image called {name}; `drover images` lists them"),
         })
+    }
+
+    /// The error of a request about an image, here or at a peer, which may not have it.
+    pub(crate) fn about_image(self, peer: Option<&str>, name: &ImageName) -> Error {
+        match self.code() {
+            Some(Code::NotFound) => Error::no_image(peer, name),
+            _ => self,
+        }
     }
 
     /// Maps a peer's refusal to an error of this process: a refusal or a failure.

@@ -9,7 +9,8 @@ use drover_image::named_files;
 use drover_net::Code;
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, Progress, RemoveImage, ShareImage, Verified, VerifyImage,
+    ImageInfo, IndexImage, ListImages, Progress, Removal, RemoveImage, ShareImage, Verified,
+    VerifyImage,
 };
 
 use crate::changes;
@@ -17,8 +18,8 @@ use crate::error::{Context, Error, Result};
 use crate::home::Home;
 use crate::mounts::refuse_written;
 use crate::own::Own;
-use crate::remote::{Call, find_peer};
-use crate::site;
+use crate::remote::Call;
+use crate::site::{self, find_peer};
 use crate::text::{bytes, some};
 
 /// Upper bound on the images that a peer may list.
@@ -105,12 +106,32 @@ pub async fn list_of_peer(
 /// # Errors
 /// When the site refuses, or the image cannot be removed.
 pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<()> {
-    let name = name.clone();
+    let (name, dry_run) = (name.clone(), false);
     if let Some(call) = Call::local(home).await? {
-        return call.ask(&RemoveImage { name }, |()| {}).await;
+        let removed = call.ask(&RemoveImage { name, dry_run }, |()| {}).await;
+        return removed.map(drop);
     }
     let site = Own::open(home, catalog).await?;
     site.run(move |site| site.remove(&name).map(drop)).await
+}
+
+/// Removes an image at a peer, or only reports what that would do.
+///
+/// # Errors
+/// When the peer cannot be reached or refuses.
+pub async fn remove_at(
+    home: &Home,
+    peer: &str,
+    name: &ImageName,
+    dry_run: bool,
+) -> Result<Removal> {
+    let request = RemoveImage {
+        name: name.clone(),
+        dry_run,
+    };
+    let call = Call::at(home, Some(peer)).await?.context("no peer")?;
+    let removed = call.ask(&request, |()| {}).await;
+    removed.map_err(|e| e.about_image(Some(peer), name))
 }
 
 /// Lets a peer of the site that has an image, here or at a peer, replace it and write to it, or no longer.
@@ -118,15 +139,8 @@ pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -
 /// # Errors
 /// When no site runs here, it cannot be reached, or it refuses.
 pub async fn share(home: &Home, at: Option<&str>, request: &ShareImage) -> Result<()> {
-    let call = match at {
-        Some(peer) => {
-            let peer = find_peer(&site::look_at_catalog(home)?, peer)?;
-            Call::peer(&home.identity()?, &peer).await?
-        }
-        None => Call::local(home)
-            .await?
-            .context("no site runs here: start it with `drover serve`")?,
-    };
+    let call = Call::at(home, at).await?;
+    let call = call.context("no site runs here: start it with `drover serve`")?;
     call.ask(request, |()| {}).await
 }
 
@@ -153,10 +167,7 @@ pub async fn verify(
         let progress = |p: Progress| progress(p.done, p.total);
         let request = VerifyImage { name: name.clone() };
         let verified = call.ask(&request, progress).await;
-        return verified.map_err(|e| match e.code() {
-            Some(Code::NotFound) => Error::no_image(peer, &name),
-            _ => e,
-        });
+        return verified.map_err(|e| e.about_image(peer, &name));
     }
     let own = Own::open(home, &catalog).await?;
     let verified = own.run(move |site| site.verify(&name, &mut progress));

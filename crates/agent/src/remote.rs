@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 use drover_net::service::{self, Request};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, connect_any, connect_unix};
-use drover_store::{Peer, SiteCatalog};
+use drover_store::Peer;
 use tokio::sync::Notify;
 
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
+use crate::site::{self, find_peer};
 use crate::text::clean;
 
 /// Longest path that fits into a Unix socket address, with room for a temporary suffix.
@@ -38,6 +39,18 @@ impl Call {
         let options = ConnectOptions::named(&peer.name);
         let connection = connect_any(&peer.addresses, identity, &peer.key, &options).await?;
         Ok(Call::on(connection, Some(&peer.name)))
+    }
+
+    /// Connects to the peer of that name, or, without one, to the running site of this home; `None` when none runs.
+    ///
+    /// # Errors
+    /// As [`Call::peer`] and [`Call::local`], or when there is no such peer.
+    pub async fn at(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
+        let Some(name) = peer else {
+            return Call::local(home).await;
+        };
+        let peer = find_peer(&site::look_at_catalog(home)?, name)?;
+        Ok(Some(Call::peer(&home.identity()?, &peer).await?))
     }
 
     /// Connects to the running site of this home; `None` when none runs.
@@ -145,22 +158,4 @@ impl SocketPath {
     pub fn path(&self) -> &Path {
         &self.path
     }
-}
-
-/// The peer of that name.
-///
-/// # Errors
-/// When there is none; lists the known peers.
-pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
-    if let Some(peer) = catalog.peer(name)? {
-        return Ok(peer);
-    }
-    let known: Vec<String> = catalog.peers()?.into_iter().map(|p| p.name).collect();
-    let known = match known.as_slice() {
-        [] => "there are no peers".to_string(),
-        some => format!("peers: {}", some.join(", ")),
-    };
-    Err(Error::refused(format!(
-        "no peer is called {name:?} ({known}); `drover pair` adds one"
-    )))
 }

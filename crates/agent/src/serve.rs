@@ -6,6 +6,7 @@
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
+//! - `ownership`: what belongs to a caller.
 //! - `jobs`: long-running requests, with progress.
 //! - `matchers`: the per-site state of a standalone teleporter.
 //! - `recovery`: finishes merges that a crash interrupted.
@@ -27,6 +28,7 @@ mod manage;
 mod matchers;
 mod matching;
 mod owners;
+mod ownership;
 mod pairing;
 mod recovery;
 mod server;

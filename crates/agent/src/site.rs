@@ -8,9 +8,8 @@ use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, Grant, Peer, SiteCatalog};
 use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig, Supplies};
 
-use crate::error::{Context, Result};
+use crate::error::{Context, Error, Result};
 use crate::home::Home;
-use crate::remote::find_peer;
 use crate::text::clean;
 
 /// Default space to keep free on the images' file system.
@@ -130,6 +129,24 @@ pub fn supplies(home: &Home) -> Supplies {
 /// Bytes of the disks that are kept free.
 pub fn reserve_bytes(home: &Home) -> u64 {
     home.config.reserve.unwrap_or(RESERVE_BYTES)
+}
+
+/// The peer of that name.
+///
+/// # Errors
+/// When there is none; lists the known peers.
+pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
+    if let Some(peer) = catalog.peer(name)? {
+        return Ok(peer);
+    }
+    let known: Vec<String> = catalog.peers()?.into_iter().map(|p| p.name).collect();
+    let known = match known.as_slice() {
+        [] => "there are no peers".to_string(),
+        some => format!("peers: {}", some.join(", ")),
+    };
+    Err(Error::refused(format!(
+        "no peer is called {name:?} ({known}); `drover pair` adds one"
+    )))
 }
 
 /// Reports repairs to the user.

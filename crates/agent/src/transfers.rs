@@ -10,29 +10,18 @@ use drover_teleport::{TransferState, Unfinished, unfinished};
 use crate::error::{Context, Result};
 use crate::home::{CleanUp, Home};
 use crate::own::Own;
-use crate::remote::{Call, find_peer};
+use crate::remote::Call;
 use crate::site;
 
 /// Upper bound on the transfers that a site may list.
 const MAX_LISTED: usize = 1_000_000;
-
-/// Connects to a peer, or to the running site of this home.
-async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
-    match peer {
-        None => Call::local(home).await,
-        Some(name) => {
-            let peer = find_peer(&site::look_at_catalog(home)?, name)?;
-            Ok(Some(Call::peer(&home.identity()?, &peer).await?))
-        }
-    }
-}
 
 /// The unfinished transfers of this site, or of a peer.
 ///
 /// # Errors
 /// When the site cannot be reached.
 pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
-    let Some(call) = call(home, peer).await? else {
+    let Some(call) = Call::at(home, peer).await? else {
         let work = home.work_dir();
         return Ok(tokio::task::spawn_blocking(move || unfinished(&work)).await??);
     };
@@ -46,7 +35,7 @@ pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> 
 /// When the site cannot be reached, or refuses.
 pub async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
     let key = transfer.key.clone();
-    if let Some(call) = call(home, at).await? {
+    if let Some(call) = Call::at(home, at).await? {
         return call.ask(&RemoveTransfer { key }, |()| {}).await;
     }
     let mut room = CleanUp::of(home);

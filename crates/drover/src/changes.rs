@@ -1,21 +1,23 @@
 //! `changes`: the changes that mounts wrote to this site's images.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 
 use anyhow::Result;
 use drover_agent::changes::{self, ImageChanges, Merged, Order};
+use drover_agent::error::Error;
 use drover_agent::home::{CleanUp, Home};
+use drover_agent::images::{info, list_of_peer};
 use drover_agent::mounts::Writer;
 use drover_agent::site;
 use drover_agent::text::{bytes, clean, moment};
-use drover_core::ImageName;
+use drover_core::Digest;
 use drover_net::Code;
-use drover_store::{Catalog, SiteCatalog};
+use drover_store::Catalog;
 use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
-use crate::failure::{self, no_image, usage};
+use crate::failure::{self, usage};
 use crate::{out, prompt};
 
 /// `drover changes`.
@@ -24,15 +26,15 @@ use crate::{out, prompt};
 /// When they cannot be listed, merged or dropped.
 pub async fn changes(home: &Home, args: ChangesArgs) -> Result<()> {
     match args.action {
-        None => list(home, args.json).await,
-        Some(ChangesAction::List { json }) => list(home, json).await,
+        None => list(home, args.peer.as_deref(), args.json).await,
+        Some(ChangesAction::List { peer, json }) => list(home, peer.as_deref(), json).await,
         Some(ChangesAction::Merge(args)) => merge_changes(home, args).await,
         Some(ChangesAction::Drop(args)) => drop_changes(home, args).await,
     }
 }
 
-async fn list(home: &Home, json: bool) -> Result<()> {
-    let list = changes::list(home).await?;
+async fn list(home: &Home, peer: Option<&str>, json: bool) -> Result<()> {
+    let list = changes::list(home, peer).await?;
     if json {
         return list.iter().try_for_each(out::json);
     }
@@ -40,15 +42,15 @@ async fn list(home: &Home, json: bool) -> Result<()> {
         out::note("drover: no changes");
         return Ok(());
     }
-    let catalog = site::look_at_catalog(home)?;
+    let images = images(home, peer).await?;
     let rows = list
         .into_iter()
         .map(|c| {
-            let state = state(&catalog, &c)?;
+            let state = state(&images, &c);
             let by = |of: &dyn Fn(&Writer) -> &str| {
                 c.by.as_ref().map_or_else(|| "-".into(), |w| clean(of(w)))
             };
-            Ok(vec![
+            vec![
                 clean(&c.image),
                 bytes(c.changed_bytes),
                 bytes(c.room_bytes),
@@ -56,9 +58,9 @@ async fn list(home: &Home, json: bool) -> Result<()> {
                 by(&|w| &w.peer),
                 by(&|w| &w.note),
                 state,
-            ])
+            ]
         })
-        .collect::<Result<_>>()?;
+        .collect();
     let heading = [
         "image",
         "changed",
@@ -71,40 +73,47 @@ async fn list(home: &Home, json: bool) -> Result<()> {
     out::line(&out::table(&heading, rows, &[1, 2]))
 }
 
-/// The state of changes.
-fn state(catalog: &SiteCatalog, c: &ImageChanges) -> Result<String> {
+/// The images of this site or of a peer, by name.
+async fn images(home: &Home, peer: Option<&str>) -> Result<HashMap<String, Digest>> {
+    let catalog = site::look_at_catalog(home)?;
+    let images = match peer {
+        None => catalog.images()?.into_iter().map(info).collect(),
+        Some(peer) => list_of_peer(home, &catalog, peer).await?,
+    };
+    Ok(images.into_iter().map(|i| (i.name, i.digest)).collect())
+}
+
+/// The state of changes. `images` are those of the site, by name.
+fn state(images: &HashMap<String, Digest>, c: &ImageChanges) -> String {
     if let Some(problem) = &c.problem {
-        return Ok(clean(problem));
+        return clean(problem);
     }
     if c.earlier {
-        return Ok("of an earlier image".into());
+        return "of an earlier image".into();
     }
     if let Some(writer) = &c.held_by {
-        return Ok(format!(
+        return format!(
             "leased by {} ({})",
             clean(&writer.peer),
             clean(&writer.note)
-        ));
+        );
     }
-    let record = match ImageName::new(&c.image) {
-        Ok(name) => catalog.by_name(&name)?,
-        Err(_) => None,
-    };
-    Ok(match record {
+    match images.get(&c.image) {
         None => "image removed".into(),
-        Some(record) if !c.is_over(&record.digest) => "of an earlier image".into(),
+        Some(digest) if !c.is_over(digest) => "of an earlier image".into(),
         Some(_) => "free".into(),
-    })
+    }
 }
 
 async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
-    let list = changes::list(home).await?;
-    let these = |c: &&ImageChanges| c.image == args.name.as_str() && c.earlier == args.earlier;
+    let (peer, name) = (args.image.peer.as_deref(), &args.image.name);
+    let list = changes::list(home, peer).await?;
+    let these = |c: &&ImageChanges| c.image == name.as_str() && c.earlier == args.earlier;
     let found: Vec<&ImageChanges> = list.iter().filter(these).collect();
-    let catalog = Arc::new(site::look_at_catalog(home)?);
     if found.is_empty() {
-        let other = list.iter().any(|c| c.image == args.name.as_str());
-        return nothing_to_drop(&catalog, &args, other);
+        let other = list.iter().any(|c| c.image == name.as_str());
+        let is_there = other || images(home, peer).await?.contains_key(name.as_str());
+        return nothing_to_drop(&args, is_there, other);
     }
     let sum = |of: fn(&ImageChanges) -> u64| found.iter().map(|c| of(c)).sum::<u64>();
     let (changed, room) = (sum(|c| c.changed_bytes), sum(|c| c.room_bytes));
@@ -115,14 +124,14 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
         } else {
             ""
         },
-        args.name,
+        args.image,
         bytes(changed),
         bytes(room)
     );
     if args.dry_run {
         return match args.json {
             true => out::json(&json!({
-                "image": args.name.as_str(), "dropped": false, "changed_bytes": changed,
+                "image": name.as_str(), "dropped": false, "changed_bytes": changed,
                 "room_bytes": room, "earlier": args.earlier,
             })),
             false => out::line(&format!("would drop {what}")),
@@ -131,7 +140,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
     prompt::confirm(&format!("Drop {what}? This cannot be undone"), args.yes)?;
     let mut room = CleanUp::of(home);
     let dropped = room
-        .run_async(|| changes::ask_to_drop(home, &catalog, &args.name, args.earlier))
+        .run_async(|| changes::ask_to_drop(home, peer, name, args.earlier))
         .await?;
     if args.json {
         return out::json(&dropped);
@@ -141,32 +150,32 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
         false => {
             out::note(&format!(
                 "drover: {} has no changes any more: nothing to drop",
-                args.name
+                args.image
             ));
             Ok(())
         }
     }
 }
 
-/// Reports that there is nothing to drop, or that there is no such image, unless it has `other` changes.
-fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Result<()> {
-    let record = catalog.by_name(&args.name)?;
-    if record.is_none() && !other {
-        return Err(no_image(&args.name));
+/// Reports that there is nothing to drop, or that there is no such image. It may have `other` changes.
+fn nothing_to_drop(args: &DropArgs, is_there: bool, other: bool) -> Result<()> {
+    let (peer, name) = (args.image.peer.as_deref(), &args.image.name);
+    if !is_there {
+        return Err(Error::no_image(peer, name).into());
     }
     if args.json {
         return out::json(&json!({
-            "image": args.name.as_str(), "dropped": false, "changed_bytes": 0, "room_bytes": 0,
+            "image": name.as_str(), "dropped": false, "changed_bytes": 0, "room_bytes": 0,
             "earlier": args.earlier,
         }));
     }
     let (which, instead) = match args.earlier {
         true => (
-            format!("an earlier {}", args.name),
+            format!("an earlier {}", args.image),
             "without --earlier, the current changes are dropped",
         ),
         false => (
-            args.name.to_string(),
+            args.image.to_string(),
             "--earlier drops those of earlier images",
         ),
     };
@@ -174,29 +183,35 @@ fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Resul
         true => format!("; {instead}"),
         false => String::new(),
     };
+    // A peer shows only those.
+    let whose = match peer {
+        Some(_) => " that belong to this site",
+        None => "",
+    };
     out::note(&format!(
-        "drover: {which} has no changes: nothing to drop{hint}"
+        "drover: {which} has no changes{whose}: nothing to drop{hint}"
     ));
     Ok(())
 }
 
 async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
-    if args.rename.as_ref() == Some(&args.name) {
+    let (peer, name) = (args.image.peer.as_deref(), &args.image.name);
+    if args.rename.as_ref() == Some(name) {
         return Err(usage(format!(
-            "--as {}: a new image needs another name; without --as, the changes are merged in place",
-            args.name
+            "--as {name}: a new image needs another name; without --as, the changes are merged in place"
         )));
     }
-    let bar = Bar::new(args.name.as_str(), args.json || args.dry_run);
+    let bar = Bar::new(name.as_str(), args.json || args.dry_run);
     let order = Order {
-        name: args.name.clone(),
+        name: name.clone(),
         rename: args.rename.clone(),
         to: args.to.map(Into::into),
         drop: args.drop,
         dry_run: args.dry_run,
     };
     let shown = bar.clone();
-    let merged = changes::ask_to_merge(home, order, move |done, total| shown.at(done, total)).await;
+    let progress = move |done, total| shown.at(done, total);
+    let merged = changes::ask_to_merge(home, peer, order, progress).await;
     bar.clear();
     let merged = merged.map_err(|e| {
         let options = "`--as NAME`, with `--as NAME --to raw` or `--as NAME --to qcow2` in that format, creates one";
@@ -208,7 +223,7 @@ async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
     if merged.changed_bytes == 0 && !merged.merged {
         out::note(&format!(
             "drover: {} has no changes: nothing to merge",
-            args.name
+            args.image
         ));
         return Ok(());
     }
@@ -216,7 +231,7 @@ async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
 }
 
 fn description(args: &MergeArgs, m: &Merged) -> String {
-    let name = &args.name;
+    let name = &args.image;
     let changed = bytes(m.changed_bytes);
     let place = match &args.rename {
         Some(rename) => format!("{rename}, a new {} image", m.format),

@@ -30,6 +30,7 @@ pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 pub use values::DomainArg;
 pub use values::Format;
+pub use values::ImageAt;
 use values::image_name;
 
 /// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.
@@ -332,7 +333,7 @@ Examples:
 pub struct ShareArgs {
     /// Name of the image, at PEER or here
     #[arg(value_name = "[PEER:]IMAGE")]
-    pub image: String,
+    pub image: ImageAt,
     /// The other peer, by its name at the site that has the image
     #[arg(long, value_name = "PEER")]
     pub with: String,
@@ -346,19 +347,21 @@ pub struct ShareArgs {
     pub of: DomainArg,
 }
 
-/// Remove an image from this site
+/// Remove an image from this site, or from a peer
 ///
-/// An indexed image is only removed from the catalog; its file stays.
+/// An indexed image is only removed from the catalog; its file stays. At a peer, this site can remove the images that it sent
+/// there and that are still its own, or, with the right admin there, all of its domain.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover rm web.qcow2
   drover rm web.qcow2 --yes
-  drover rm web.qcow2 --dry-run")]
+  drover rm web.qcow2 --dry-run
+  drover rm lyon:web.qcow2             an image that this site sent to lyon")]
 pub struct RmArgs {
-    /// Name of the image
-    #[arg(value_name = "IMAGE", value_parser = image_name)]
-    pub name: ImageName,
+    /// Name of the image, at PEER or here
+    #[arg(value_name = "[PEER:]IMAGE")]
+    pub image: ImageAt,
     /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,

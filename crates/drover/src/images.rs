@@ -10,14 +10,14 @@ use drover_agent::text::{bytes, clean, moment};
 use drover_agent::{changes, images, mounts, site};
 use drover_core::{Digest, ImageName};
 use drover_image::{VirtualDisk, named_files};
-use drover_net::Code;
+use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::digest_file;
-use drover_teleport::services::{ShareImage, Verified};
+use drover_teleport::services::{Removal, ShareImage, Verified};
 use serde_json::json;
 
 use crate::bar::Bar;
-use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, ShareArgs, VerifyArgs};
+use crate::cli::{DigestArgs, ImageAt, ImagesArgs, IndexArgs, RmArgs, ShareArgs, VerifyArgs};
 use crate::failure::{hint, no_image, usage};
 use crate::{out, prompt};
 
@@ -99,25 +99,41 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
     out::line(&out::table(&heading, rows, &[2, 3, 7]))
 }
 
+/// The home for a command about an image: that of a domain of this site, or, for an image of a peer, that of the site.
+///
+/// # Errors
+/// When there is no such domain, or one is named for an image of a peer.
+pub fn home_of(home: Home, image: &mut ImageAt, domain: &str) -> Result<Home> {
+    let Some(peer) = &image.peer else {
+        return Ok(home.domain(domain)?);
+    };
+    // An earlier version may have given an image such a name.
+    let catalog = site::look_at_catalog(&home)?;
+    if catalog.peer(peer)?.is_none()
+        && let Ok(name) = ImageName::new(format!("{peer}:{}", image.name))
+        && catalog.by_name(&name)?.is_some()
+    {
+        *image = ImageAt { peer: None, name };
+    } else if domain != DEFAULT_DOMAIN {
+        return Err(usage(
+            "--domain is for images of this site: at a peer, this site is in one domain",
+        ));
+    }
+    Ok(home)
+}
+
 /// Shares an image with a peer, or no longer.
 ///
 /// # Errors
 /// When the site that has it cannot be reached, or refuses.
 pub async fn share(home: &Home, args: ShareArgs) -> Result<()> {
-    let (at, name) = match args.image.split_once(':') {
-        Some((peer, name)) => (Some(peer), name),
-        None => (None, args.image.as_str()),
-    };
-    let home = match at {
-        Some(_) => home.clone(),
-        None => home.domain(&args.of.domain)?,
-    };
+    let at = args.image.peer.as_deref();
     let request = ShareImage {
-        name: ImageName::new(name).map_err(|e| usage(e.to_string()))?,
+        name: args.image.name.clone(),
         with: args.with,
         share: !args.stop,
     };
-    images::share(&home, at, &request).await?;
+    images::share(home, at, &request).await?;
     let ShareImage { name, with, share } = request;
     if args.json {
         return out::json(&json!({"name": name.as_str(), "with": with, "shared": share}));
@@ -182,19 +198,66 @@ fn report_verified(
     Ok(())
 }
 
-/// Removes an image from this site.
+/// Removes an image from this site, or from a peer.
 ///
 /// # Errors
 /// When the user does not confirm, or it cannot be removed.
 pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
+    match args.image.peer.clone() {
+        Some(peer) => rm_at(home, &peer, args).await,
+        None => rm_here(home, args).await,
+    }
+}
+
+/// Removes an image from a peer.
+async fn rm_at(home: &Home, peer: &str, args: RmArgs) -> Result<()> {
+    let (image, name) = (&args.image, &args.image.name);
+    let json = |removal: &Removal, removed: bool| {
+        out::json(&json!({
+            "name": name.as_str(), "peer": peer, "removed": removed, "external": removal.external,
+            "data_bytes": removal.data_bytes, "changed_bytes": removal.changed_bytes, "held": removal.held,
+        }))
+    };
+    let would = images::remove_at(home, peer, name, true).await?;
+    let size = bytes(would.data_bytes);
+    let file = match would.external {
+        true => ", only from the catalog: it was indexed in place",
+        false => "",
+    };
+    let changes = match would.changed_bytes {
+        0 => String::new(),
+        n => format!(
+            "; its changes ({}) stay: `drover changes drop {peer}:{name}` drops them",
+            bytes(n)
+        ),
+    };
+    let what = clean(&format!("{image} ({size}{file}{changes})"));
+    if args.dry_run {
+        if args.json {
+            return json(&would, false);
+        }
+        let held = would.held.as_deref();
+        let held = held.map_or_else(String::new, |held| format!("; refused at present: {held}"));
+        return out::line(&format!("would remove {what}{}", clean(&held)));
+    }
+    prompt::confirm(&format!("Remove {what}?"), args.yes)?;
+    let removed = images::remove_at(home, peer, name, false).await?;
+    match args.json {
+        true => json(&removed, true),
+        false => out::line(&format!("removed {what}")),
+    }
+}
+
+async fn rm_here(home: &Home, args: RmArgs) -> Result<()> {
+    let name = &args.image.name;
     let mut room = CleanUp::of(home);
     let catalog = Arc::new(match args.dry_run {
         true => site::look_at_catalog(home)?,
         false => room.run(|| site::open_catalog(home))?,
     });
-    let record = catalog.by_name(&args.name)?;
+    let record = catalog.by_name(name)?;
     let Some(record) = record else {
-        return Err(no_image(&args.name));
+        return Err(no_image(name));
     };
     let (kept, left) = written(home, &record).unzip();
     let would = if record.external {
@@ -213,11 +276,11 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         )
     };
     if args.dry_run {
-        let held = mounts::leased_on_disk(&home.mounted_dir(), &args.name);
-        let held = mounts::why_held(&args.name, held);
+        let held = mounts::leased_on_disk(&home.mounted_dir(), name);
+        let held = mounts::why_held(name, held);
         if args.json {
             return out::json(&json!({
-                "name": args.name.as_str(), "removed": false, "external": record.external,
+                "name": name.as_str(), "removed": false, "external": record.external,
                 "path": record.path, "data_bytes": record.data_bytes, "written": left, "held": held,
             }));
         }
@@ -229,11 +292,10 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         first.make_ascii_uppercase();
     }
     prompt::confirm(&format!("{question}?"), args.yes)?;
-    room.run_async(|| remove(home, &catalog, &args.name))
-        .await?;
+    room.run_async(|| remove(home, &catalog, name)).await?;
     if args.json {
         return out::json(&json!({
-            "name": args.name.as_str(), "removed": true, "external": record.external,
+            "name": name.as_str(), "removed": true, "external": record.external,
             "path": record.path, "data_bytes": record.data_bytes, "written": left,
         }));
     }

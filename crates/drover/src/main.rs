@@ -28,7 +28,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
-use cli::{Cli, Command, DomainArg, TicketArgs};
+use cli::{ChangesAction, Cli, Command, DomainArg, ImageAt, TicketArgs};
 use drover_agent::error::{Kind, kind_of};
 use drover_agent::home::Home;
 
@@ -94,6 +94,9 @@ fn run(cli: Cli) -> Result<()> {
     let create = || Home::create(dir()?);
     let existing = || Home::existing(dir()?);
     let of = |domain: &DomainArg| -> Result<Home> { Ok(existing()?.domain(&domain.domain)?) };
+    let with = |image: &mut ImageAt, domain: &DomainArg| -> Result<Home> {
+        images::home_of(existing()?, image, &domain.domain)
+    };
     match cli.command {
         Command::Init(args) => setup::init(dir()?, args),
         Command::Serve(args) => wait(serve::serve(create()?, args.listen)),
@@ -117,13 +120,26 @@ fn run(cli: Cli) -> Result<()> {
             wait(drover_agent::mounts::run_daemon(&existing()?, &name))
         }
         Command::Space(args) => space::space(&of(&args.of)?, &args),
-        Command::Changes(args) => wait(changes::changes(&of(&args.of)?, args)),
+        Command::Changes(mut args) => {
+            let home = match &mut args.action {
+                Some(ChangesAction::Merge(merge)) => with(&mut merge.image, &args.of)?,
+                Some(ChangesAction::Drop(drop)) => with(&mut drop.image, &args.of)?,
+                _ => of(&args.of)?,
+            };
+            wait(changes::changes(&home, args))
+        }
         Command::Images(args) => wait(images::images(&of(&args.of)?, args)),
         Command::Transfers(args) => wait(transfers::transfers(&of(&args.of)?, args)),
         Command::Index(args) => wait(images::index(|dir| Ok(create()?.domain(dir)?), args)),
         Command::Verify(args) => wait(images::verify(&of(&args.of)?, args)),
-        Command::Rm(args) => wait(images::rm(&of(&args.of)?, args)),
-        Command::Share(args) => wait(images::share(&existing()?, args)),
+        Command::Rm(mut args) => {
+            let home = with(&mut args.image, &args.of)?;
+            wait(images::rm(&home, args))
+        }
+        Command::Share(mut args) => {
+            let home = with(&mut args.image, &args.of)?;
+            wait(images::share(&home, args))
+        }
         Command::Status(args) => wait(status::status(&existing()?, args)),
         Command::Peers(args) => peers::peers(&existing()?, args),
         Command::Domains(args) => wait(domains::domains(&existing()?, args)),

@@ -3,8 +3,8 @@
 use anyhow::{Result, bail};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::pairing;
-use drover_agent::remote::find_peer;
 use drover_agent::site;
+use drover_agent::site::find_peer;
 use drover_agent::text::{bytes, clean, moment};
 use drover_net::Right;
 use drover_store::{Grant, Peer};

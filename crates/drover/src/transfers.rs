@@ -77,11 +77,7 @@ fn object(t: &Unfinished) -> Value {
 
 async fn rm(home: &Home, args: TransfersRmArgs) -> Result<()> {
     let at = args.at.as_deref();
-    let mut list = transfers::listed(home, at).await?;
-    if at.is_some() {
-        let own = home.identity()?.key();
-        list.retain(|t| t.sender == own);
-    }
+    let list = transfers::listed(home, at).await?;
     let chosen = choose(&list, &args)?;
     let descriptions: Vec<String> = chosen.iter().map(|t| describe(t, at)).collect();
     if args.dry_run {

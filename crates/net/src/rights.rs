@@ -33,7 +33,7 @@ pub enum Right {
     Pair,
     /// List images and transfers: whoever may send, read or write them.
     List,
-    /// Remove unfinished transfers, of one's own without [`Right::Manage`]: whoever may send.
+    /// Remove images and unfinished transfers, of one's own without [`Right::Admin`]: whoever may send or change everything.
     Cancel,
     /// Run the site: its own user, on its own machine.
     Manage,
@@ -122,7 +122,7 @@ impl Rights {
         if some(&[Send, Read, Write, Admin]) {
             all.0 |= Rights::of(&[List]).0;
         }
-        if some(&[Send]) {
+        if some(&[Send, Admin]) {
             all.0 |= Rights::of(&[Cancel]).0;
         }
         all
@@ -198,7 +198,7 @@ mod tests {
                         given,
                         Right::Send | Right::Read | Right::Write | Right::Admin
                     ),
-                    Right::Cancel => given == Right::Send,
+                    Right::Cancel => matches!(given, Right::Send | Right::Admin),
                     _ => right == given,
                 };
                 assert_eq!(rights.has(right), follows, "{given:?}: {right:?}");

@@ -60,13 +60,28 @@ pub struct IndexImage {
 }
 request!(IndexImage: "image.index", Manage, Progress => ImageName);
 
-/// Removes an image.
+/// Removes an image; a peer may remove those that belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoveImage {
     /// Name of the image.
     pub name: ImageName,
+    /// Only report what would be removed.
+    pub dry_run: bool,
 }
-request!(RemoveImage: "image.remove", Manage, () => ());
+request!(RemoveImage: "image.remove", Cancel, () => Removal);
+
+/// The result of a removal or of its dry run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Removal {
+    /// Whether it was indexed in place: its file stays.
+    pub external: bool,
+    /// Bytes of the file that are not holes.
+    pub data_bytes: u64,
+    /// Bytes of the disk that mounts changed; the changes stay.
+    pub changed_bytes: u64,
+    /// Why it cannot be removed at present; only of a dry run.
+    pub held: Option<String>,
+}
 
 /// Shares an image with another peer of its site, which may then replace it and write to it; its owner, or the site's
 /// user, may.
@@ -81,7 +96,7 @@ pub struct ShareImage {
 }
 request!(ShareImage: "image.share", List, () => ());
 
-/// Lists the unfinished transfers, in pages.
+/// Lists the unfinished transfers, in pages; a peer sees its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListTransfers;
 request!(ListTransfers: "transfer.list", List, Vec<Unfinished> => ());

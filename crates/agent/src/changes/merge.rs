@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use drover_core::ImageName;
 use drover_image::Format;
 use drover_mount::server::Claim;
-use drover_net::{Code, DEFAULT_DOMAIN};
+use drover_net::{Code, DEFAULT_DOMAIN, PeerKey, Refusal};
 use drover_storage::create_private;
 use drover_store::lease::{MERGE_NOTE, MountId};
 use drover_store::{ImageRecord, changes};
@@ -76,13 +76,27 @@ pub struct Merged {
     pub held: Option<String>,
 }
 
-/// Merges. `progress` receives bytes done and the total; setting `stop` cancels safely. Blocks the thread.
+/// A peer that has an image merged that belongs to it.
+pub struct Author {
+    /// Its key.
+    pub key: PeerKey,
+    /// Its name at this site.
+    pub name: String,
+    /// Whether a peer may take so many more bytes for an image of this name.
+    pub may_take: Box<MayTake>,
+}
+
+/// See [`Author::may_take`].
+pub type MayTake = dyn Fn(&PeerKey, &ImageName, u64) -> Result<(), Refusal> + Send;
+
+/// Merges, for the site's own user or for `author`, to whom a new image belongs. `progress` receives bytes done and the total; setting `stop` cancels safely. Blocks the thread.
 ///
 /// # Errors
 /// Why the merge failed; unless the error says otherwise, nothing was changed.
 pub fn merge(
     here: &Here,
     order: &Order,
+    author: Option<&Author>,
     progress: &mut dyn FnMut(u64, u64),
     stop: &AtomicBool,
 ) -> Result<Merged> {
@@ -116,8 +130,7 @@ pub fn merge(
     }
     if changes.base != Some(record.digest) {
         return Err(refused(format!(
-            "{name}: the changes in {} are of an earlier image of that name; `drover changes drop {name}` drops them",
-            changes.directory.display()
+            "{name}: its changes are of an earlier image of that name; `drover changes drop {name}` drops them"
         )));
     }
     merged.changed_bytes = changes.changed;
@@ -126,7 +139,7 @@ pub fn merge(
             .holder
             .map(|h| format!("{} ({})", h.peer_name, h.note));
         let part = Part::new(here.server.view(name)?, to)?;
-        sizes(here, &part, &mut merged);
+        sizes(here, &part, author, &mut merged);
         return Ok(merged);
     }
     turn.make()?;
@@ -142,6 +155,7 @@ pub fn merge(
     let made = Making {
         here,
         order,
+        author,
         turn: &turn,
         record: &record,
         to,
@@ -154,10 +168,11 @@ pub fn merge(
     made.map(|()| merged)
 }
 
-fn sizes(here: &Here, part: &Part, merged: &mut Merged) {
+fn sizes(here: &Here, part: &Part, author: Option<&Author>, merged: &mut Merged) {
     merged.size_bytes = part.len();
     merged.room_bytes = part.room();
-    merged.free_bytes = here.site.free_bytes();
+    // How full the disk is, is the site's own business.
+    merged.free_bytes = here.site.free_bytes().filter(|_| author.is_none());
 }
 
 /// Checks that the merge is possible; returns the format to write.
@@ -191,8 +206,7 @@ fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
     }
     if record.external {
         return Err(not_in_place(format!(
-            "{name} was indexed in place, and drover never changes {}; merge it into a new image",
-            record.path.display()
+            "{name} was indexed in place, and drover never changes its file; merge it into a new image"
         )));
     }
     if to == Target::Qcow2 && has_snapshots(&record.path)? {
@@ -230,6 +244,7 @@ fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
 struct Making<'a> {
     here: &'a Here,
     order: &'a Order,
+    author: Option<&'a Author>,
     turn: &'a Turn,
     record: &'a ImageRecord,
     to: Target,
@@ -245,7 +260,8 @@ impl Making<'_> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<()> {
         let part = Part::new(claim.view().clone(), self.to)?;
-        sizes(self.here, &part, merged);
+        sizes(self.here, &part, self.author, merged);
+        self.check_quota(merged.room_bytes)?;
         let path = self.turn.dir().join(PART);
         self.write(&part, &path, merged, progress)?;
         drop(part);
@@ -288,6 +304,19 @@ impl Making<'_> {
         Ok(())
     }
 
+    /// Refuses what the owner of the image that is made may not take.
+    fn check_quota(&self, bytes: u64) -> Result<()> {
+        let Some(author) = self.author else {
+            return Ok(());
+        };
+        let taken = match (&self.order.rename, self.record.owner) {
+            (Some(rename), _) => (author.may_take)(&author.key, rename, bytes),
+            (None, Some(owner)) => (author.may_take)(&owner, &self.order.name, bytes),
+            (None, None) => Ok(()),
+        };
+        taken.map_err(Error::Refused)
+    }
+
     fn stopped(&self) -> Result<()> {
         match self.stop.load(Ordering::Relaxed) {
             true => bail!("stopped; {} is unchanged", self.order.name),
@@ -324,7 +353,7 @@ impl Making<'_> {
         let raw = self.record.format == "raw" && self.to == Target::Raw;
         let shared = raw && part.write_over(&self.record.path, &file, path, &mut report)?;
         if !shared {
-            check_room(&self.order.name, merged)?;
+            check_room(&self.order.name, self.here.site.free_bytes(), merged)?;
             file = create()?;
             part.write(&file, path, &mut report)?;
         }
@@ -340,9 +369,10 @@ impl Making<'_> {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<ImageRecord> {
         let rename = self.order.rename.as_ref();
-        let (name, from, owner) = match rename {
-            Some(rename) => (rename, "", None),
-            None => (&self.order.name, &*self.record.from, self.record.owner),
+        let (name, from, owner) = match (rename, self.author) {
+            (Some(rename), None) => (rename, "", None),
+            (Some(rename), Some(author)) => (rename, &*author.name, Some(author.key)),
+            (None, _) => (&self.order.name, &*self.record.from, self.record.owner),
         };
         let origin = Origin { from, owner };
         let size = merged.size_bytes;
@@ -414,8 +444,8 @@ impl Making<'_> {
     }
 }
 
-fn check_room(name: &ImageName, merged: &Merged) -> Result<()> {
-    match merged.free_bytes {
+fn check_room(name: &ImageName, free: Option<u64>, merged: &Merged) -> Result<()> {
+    match free {
         Some(free) if free < merged.room_bytes => Err(refused(format!(
             "{name}: the merged image needs {} beside the old one, and {} are free; free some space, or `drover send` the image to another site first",
             bytes(merged.room_bytes),

@@ -29,8 +29,8 @@ use super::target::{Prefetch, Target};
 use super::{known, local};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
-use crate::remote::find_peer;
 use crate::site;
+use crate::site::find_peer;
 use crate::text::bytes;
 
 /// Timeout of the first connection to the other site.

@@ -39,6 +39,8 @@ pub struct Domain {
     pub site: Arc<Site>,
     /// Serves them to mounts.
     pub devices: Arc<DeviceServer>,
+    /// What its peers may take.
+    pub quotas: Arc<Quotas>,
     _lock: HomeLock,
 }
 
@@ -57,15 +59,17 @@ impl Domain {
         let site = site::open(&home, &catalog, identity, supplies).await?;
         let devices = site_server(&home, &catalog)?;
         hold_leased(&site, &devices, &home);
-        let quotas = Quotas::new(&home, &catalog)?;
+        let quotas = Arc::new(Quotas::new(&home, &catalog)?);
+        let limit = Arc::clone(&quotas);
         site.limit_by(Arc::new(move |peer, name, bytes| {
-            quotas.take(peer, Some(name), bytes)
+            limit.take(peer, Some(name), bytes)
         }));
         Ok(Arc::new(Domain {
             home,
             catalog,
             site,
             devices,
+            quotas,
             _lock: lock,
         }))
     }

@@ -6,17 +6,18 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::ImageName;
 use drover_net::service::{Exchange, Handler, Peer};
-use drover_net::{Code, Refusal, Right};
-use drover_store::{Catalog, ImageRecord};
+use drover_net::{Code, Refusal};
+use drover_store::Catalog;
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, RemoveImage, ShareImage, Verified, VerifyImage,
+    ImageInfo, IndexImage, ListImages, Removal, RemoveImage, ShareImage, Verified, VerifyImage,
 };
 
 use super::jobs;
 use super::server::OfSite;
-use crate::error::{failed, refusal_of};
+use crate::changes;
+use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
-use crate::mounts::break_at;
+use crate::mounts::{break_at, why_held};
 
 /// Images per message of a list.
 const IMAGES_AT_ONCE: usize = 256;
@@ -36,19 +37,6 @@ impl Handler<ListImages> for OfSite {
             exchange.report(&some.to_vec()).await?;
         }
         Ok(())
-    }
-}
-
-impl OfSite {
-    /// The record of the image of that name; refuses when there is none.
-    async fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
-        let (catalog, wanted) = (Arc::clone(&self.domain.catalog), name.clone());
-        let record = tokio::task::spawn_blocking(move || catalog.by_name(&wanted)).await;
-        let record = record.map_err(failed)?.map_err(failed)?;
-        record.ok_or_else(|| {
-            let text = format!("there is no image called {name}");
-            Refusal::new(Code::NotFound, text)
-        })
     }
 }
 
@@ -100,11 +88,7 @@ impl Handler<ShareImage> for OfSite {
         ShareImage { name, with, share }: ShareImage,
         _: &mut Exchange<'_, ShareImage>,
     ) -> Result<(), Refusal> {
-        let record = self.record(&name).await?;
-        if !peer.rights.has(Right::Admin) && record.owner != Some(peer.key) {
-            let text = format!("{name} is not an image that your site has sent");
-            return Err(Refusal::new(Code::Denied, text));
-        }
+        self.own_record(peer, &name).await?;
         let (server, domain) = (Arc::clone(&self.server), Arc::clone(&self.domain));
         let (of, its) = (name.clone(), peer.domain.clone());
         let shared = tokio::task::spawn_blocking(move || {
@@ -133,14 +117,35 @@ impl Handler<ShareImage> for OfSite {
 impl Handler<RemoveImage> for OfSite {
     async fn handle(
         &self,
-        _: &Peer,
-        RemoveImage { name }: RemoveImage,
+        peer: &Peer,
+        RemoveImage { name, dry_run }: RemoveImage,
         _: &mut Exchange<'_, RemoveImage>,
-    ) -> Result<(), Refusal> {
-        self.record(&name).await?;
-        let (site, home) = (Arc::clone(&self.domain.site), self.domain.home.clone());
-        let remove = move || CleanUp::of(&home).run(|| Ok(site.remove(&name)?));
+    ) -> Result<Removal, Refusal> {
+        let record = self.own_record(peer, &name).await?;
+        let domain = Arc::clone(&self.domain);
+        let remove = move || {
+            let held = match dry_run {
+                true => why_held(&name, domain.devices.leased(&name)),
+                false => None,
+            };
+            let changes = changes::of_image(&domain.home, &name);
+            if !dry_run {
+                // Whoever may send can have replaced it meanwhile.
+                if domain.site.by_name(&name).map(|now| now.id) != Some(record.id) {
+                    return Err(Error::refused(format!(
+                        "{name} was just replaced or removed"
+                    )));
+                }
+                CleanUp::of(&domain.home).run(|| Ok(domain.site.remove(&name)?))?;
+            }
+            Ok(Removal {
+                external: record.external,
+                data_bytes: record.data_bytes,
+                changed_bytes: changes.map_or(0, |changes| changes.changed_bytes),
+                held,
+            })
+        };
         let removed = tokio::task::spawn_blocking(remove).await;
-        removed.map_err(failed)?.map(drop).map_err(refusal_of)
+        removed.map_err(failed)?.map_err(refusal_of)
     }
 }

@@ -8,6 +8,7 @@ use drover_net::{Code, DEFAULT_DOMAIN, Refusal, Right};
 
 use super::domains::{Domain, InUse};
 use super::server::{Duty, OfSite, Server};
+use crate::text::clean;
 
 /// Handles the requests to a site in the domain of the caller.
 #[derive(Clone)]
@@ -52,8 +53,19 @@ where
             server: Arc::clone(&self.0),
             domain,
         };
-        site.handle(peer, request, exchange).await
+        let done = site.handle(peer, request, exchange).await;
+        done.map_err(|refusal| without_paths(peer, refusal))
     }
+}
+
+/// The refusal as its caller may see it: a peer is told no path of this host, which then only goes to the log.
+fn without_paths(peer: &Peer, refusal: Refusal) -> Refusal {
+    if peer.rights.has(Right::Manage) || !refusal.message.contains('/') {
+        return refusal;
+    }
+    tracing::warn!("{}", clean(&refusal.message));
+    let message = "the site could not do it: the reason is in its log".into();
+    Refusal { message, ..refusal }
 }
 
 /// A conversation with a site, in the domain of the caller.

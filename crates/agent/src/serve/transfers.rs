@@ -16,13 +16,17 @@ const TRANSFERS_AT_ONCE: usize = 256;
 impl Handler<ListTransfers> for OfSite {
     async fn handle(
         &self,
-        _: &Peer,
+        peer: &Peer,
         _: ListTransfers,
         exchange: &mut Exchange<'_, ListTransfers>,
     ) -> Result<(), Refusal> {
         let site = Arc::clone(&self.domain.site);
         let list = tokio::task::spawn_blocking(move || site.unfinished()).await;
-        for some in list.map_err(failed)??.chunks(TRANSFERS_AT_ONCE) {
+        let mut list = list.map_err(failed)??;
+        if !peer.rights.has(Right::Admin) {
+            list.retain(|transfer| transfer.sender == peer.key);
+        }
+        for some in list.chunks(TRANSFERS_AT_ONCE) {
             exchange.report(&some.to_vec()).await?;
         }
         Ok(())
@@ -36,7 +40,7 @@ impl Handler<RemoveTransfer> for OfSite {
         RemoveTransfer { key }: RemoveTransfer,
         _: &mut Exchange<'_, RemoveTransfer>,
     ) -> Result<(), Refusal> {
-        let only_of = (!peer.rights.has(Right::Manage)).then_some(peer.key);
+        let only_of = (!peer.rights.has(Right::Admin)).then_some(peer.key);
         let (site, home) = (Arc::clone(&self.domain.site), self.domain.home.clone());
         let removed = tokio::task::spawn_blocking(move || {
             if let Some(peer) = only_of

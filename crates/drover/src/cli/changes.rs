@@ -4,11 +4,12 @@ use clap::{Args, Subcommand};
 use drover_agent::images::new_name;
 use drover_core::ImageName;
 
-use super::values::{DomainArg, Format, image_name};
+use super::values::{DomainArg, Format, ImageAt};
 
-/// List the changes that mounts wrote to this site's images; merge or drop them
+/// List the changes that mounts wrote to images of this site or of a peer; merge or drop them
 ///
 /// Writes of a mount are stored beside the image, which stays as it was received. Later mounts see the image with its changes.
+/// At a peer, this site sees the changes to its own images and those that its mounts wrote, and can merge and drop the former.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -18,11 +19,16 @@ Examples:
   drover changes --json
   drover changes merge web.qcow2           make the changes part of the image
   drover changes merge web.qcow2 --as web-2026.qcow2
-  drover changes drop web.qcow2            return to the image as it was received"
+  drover changes drop web.qcow2            return to the image as it was received
+  drover changes lyon                      at lyon
+  drover changes merge lyon:web.qcow2"
 )]
 pub struct ChangesArgs {
     #[command(subcommand)]
     pub action: Option<ChangesAction>,
+    /// Name of a peer [default: this site]
+    #[arg(conflicts_with = "domain")]
+    pub peer: Option<String>,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
@@ -37,8 +43,11 @@ pub enum ChangesAction {
     #[command(after_help = "\
 Examples:
   drover changes list
-  drover changes list --json")]
+  drover changes list lyon --json")]
     List {
+        /// Name of a peer [default: this site]
+        #[arg(conflicts_with = "domain")]
+        peer: Option<String>,
         /// Print one JSON object per line
         #[arg(long)]
         json: bool,
@@ -60,11 +69,12 @@ Examples:
   drover changes merge web.qcow2 --dry-run                    show the space needed
   drover changes merge web.qcow2 --as web-2026.qcow2          web.qcow2 keeps its changes
   drover changes merge web.qcow2 --as web-2026.qcow2 --drop   drop them from web.qcow2
-  drover changes merge old.vmdk --as old.qcow2 --to qcow2")]
+  drover changes merge old.vmdk --as old.qcow2 --to qcow2
+  drover changes merge lyon:web.qcow2                         an image that this site sent to lyon")]
 pub struct MergeArgs {
-    /// Name of the image
-    #[arg(value_name = "IMAGE", value_parser = image_name)]
-    pub name: ImageName,
+    /// Name of the image, at PEER or here
+    #[arg(value_name = "[PEER:]IMAGE")]
+    pub image: ImageAt,
     /// Write a new image of this name; keep the old one and its changes
     #[arg(long = "as", value_name = "NAME", value_parser = new_name)]
     pub rename: Option<ImageName>,
@@ -91,11 +101,12 @@ Examples:
   drover changes drop web.qcow2
   drover changes drop web.qcow2 --dry-run
   drover changes drop web.qcow2 --yes      in a script
-  drover changes drop web.qcow2 --earlier  changes of replaced images of that name")]
+  drover changes drop web.qcow2 --earlier  changes of replaced images of that name
+  drover changes drop lyon:web.qcow2       at lyon")]
 pub struct DropArgs {
-    /// Name of the image
-    #[arg(value_name = "IMAGE", value_parser = image_name)]
-    pub name: ImageName,
+    /// Name of the image, at PEER or here
+    #[arg(value_name = "[PEER:]IMAGE")]
+    pub image: ImageAt,
     /// Drop the changes of earlier images of that name, which have been replaced
     #[arg(long)]
     pub earlier: bool,

@@ -27,11 +27,12 @@ Examples:
   drover ticket --revoke 5f3a9c02
 
 Rights:
-  send    send images, and replace those that it sent
+  send    send images, and replace and remove those that it sent
   read    verify images, and mount them read-only
-  write   with read: mount images for writing that it sent, or that belong to no peer
+  write   with read: mount images for writing that it sent, or that belong to no peer;
+          merge or drop the changes to those that it sent
   match   have digests matched, and nothing else: for sites that use a teleporter
-  admin   with send or write: also replace and write images that belong to other peers
+  admin   remove and share every image; with send or write: replace or write every image
   host, backup, sync, swap and node have no use yet.
   Several are separated by commas; none is none of them.")]
 pub struct TicketArgs {

@@ -23,6 +23,7 @@ pub struct TransfersArgs {
     #[command(subcommand)]
     pub action: Option<TransfersAction>,
     /// Name of a peer [default: this site]
+    #[arg(conflicts_with = "domain")]
     pub peer: Option<String>,
     /// Print one JSON object per line
     #[arg(long)]
@@ -41,6 +42,7 @@ Examples:
   drover transfers list lyon --json")]
     List {
         /// Name of a peer [default: this site]
+        #[arg(conflicts_with = "domain")]
         peer: Option<String>,
         /// Print one JSON object per line
         #[arg(long)]
@@ -51,7 +53,8 @@ Examples:
 
 /// Remove interrupted transfers; sending the image again then starts from the beginning
 ///
-/// Refused for a transfer in progress. At a peer, only transfers sent by this site can be removed.
+/// Refused for a transfer in progress. At a peer, only transfers sent by this site can be removed, or, with the right admin
+/// there, all of its domain.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -64,7 +67,7 @@ pub struct TransfersRmArgs {
     #[arg(required = true, value_name = "NAME|KEY")]
     pub names: Vec<String>,
     /// Remove transfers from this site to PEER [default: transfers to this site]
-    #[arg(long, value_name = "PEER")]
+    #[arg(long, value_name = "PEER", conflicts_with = "domain")]
     pub at: Option<String>,
     /// Do not ask for confirmation
     #[arg(short, long)]

@@ -1,11 +1,12 @@
 //! Values that several commands take.
 
+use std::fmt;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use drover_agent::text;
 use drover_core::ImageName;
-use drover_store::domain;
+use drover_store::{domain, peer_name};
 
 /// The format that an image is converted to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -27,6 +28,41 @@ impl From<Format> for drover_agent::changes::Target {
 
 pub fn image_name(text: &str) -> Result<ImageName, String> {
     ImageName::new(text).map_err(|e| e.to_string())
+}
+
+/// An image of this site, or of a peer: `[PEER:]IMAGE`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageAt {
+    /// The peer; `None` for this site.
+    pub peer: Option<String>,
+    /// The image's name.
+    pub name: ImageName,
+}
+
+impl FromStr for ImageAt {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // Images of earlier versions may have a name with a colon, after what no peer can be called.
+        let at_peer = text
+            .split_once(':')
+            .filter(|(peer, _)| peer_name::check(peer).is_ok());
+        let (peer, name) = match at_peer {
+            Some((peer, name)) => (Some(peer.to_owned()), name),
+            None => (None, text),
+        };
+        let name = image_name(name)?;
+        Ok(ImageAt { peer, name })
+    }
+}
+
+impl fmt::Display for ImageAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.peer {
+            Some(peer) => write!(f, "{} at {peer}", self.name),
+            None => self.name.fmt(f),
+        }
+    }
 }
 
 /// The domain that a command is about.
@@ -55,6 +91,21 @@ impl FromStr for Quota {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_is_here_or_at_a_peer() {
+        let read = |text: &str| {
+            let at: Result<ImageAt, _> = text.parse();
+            at.map(|at| (at.peer.unwrap_or_default(), at.name.to_string()))
+        };
+        let pair = |peer: &str, name: &str| Ok((peer.to_owned(), name.to_owned()));
+        assert_eq!(read("web.img"), pair("", "web.img"));
+        assert_eq!(read("lyon:web.img"), pair("lyon", "web.img"));
+        assert_eq!(read("file:web.img"), pair("", "file:web.img"));
+        for bad in ["", "lyon:", "lyon:../x", "a/b"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn a_quota_is_a_size_or_none() {

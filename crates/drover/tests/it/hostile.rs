@@ -3,6 +3,7 @@
 mod files;
 
 mod domains;
+mod ownership;
 mod quota;
 mod rights;
 
@@ -103,7 +104,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         drop: false,
         dry_run: true,
     };
-    let (of, key, earlier) = (|| name.clone(), String::new(), false);
+    let (of, key, earlier, dry_run) = (|| name.clone(), String::new(), false, false);
     let at_peers = [
         encode_call(&OpenSession { images: 1, session }),
         encode_call(&JoinSession { session }),
@@ -111,6 +112,16 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&VerifyImage { name: of() }),
         encode_call(&ListTransfers),
         encode_call(&RemoveTransfer { key }),
+        encode_call(&RemoveImage {
+            name: of(),
+            dry_run,
+        }),
+        encode_call(&changes::ListChanges),
+        encode_call(&changes::DropChanges {
+            name: of(),
+            earlier,
+        }),
+        encode_call(&order),
         b"\x07nothing".to_vec(),
     ];
     let at_home = [
@@ -118,15 +129,8 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
         encode_call(&IndexImage { path }),
-        encode_call(&RemoveImage { name: of() }),
         encode_call(&mounts::ListLeases),
         encode_call(&mounts::BreakLease { name: of() }),
-        encode_call(&changes::ListChanges),
-        encode_call(&changes::DropChanges {
-            name: of(),
-            earlier,
-        }),
-        encode_call(&order),
     ];
     let calls = at_peers.into_iter().map(|call| (call, false));
     calls.chain(at_home.map(|call| (call, true))).collect()

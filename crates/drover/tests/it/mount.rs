@@ -2,7 +2,7 @@
 
 mod bad;
 mod blockdev;
-mod client;
+pub mod client;
 mod crash;
 mod damage;
 pub mod ends;
