@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use drover_net::{ConnectOptions, PeerKey, Ticket, TicketError, connect_any};
+use drover_net::{ConnectOptions, PeerKey, Rights, Ticket, TicketError, connect_any};
 use drover_storage::atomic_replace;
 use drover_store::{Grant, Peer, SiteCatalog, peer_name};
 
@@ -86,11 +86,12 @@ pub struct Paired {
 }
 
 /// Pairs with the site that made the ticket, under `name` or the name that it announces. That site may then do here what
-/// `can` says; without any right in it, what it could do before: nothing if it was not a peer.
+/// `can` says; without any right in it, what it could do before: nothing if it was not a peer. A known peer stays in its domain, with
+/// its quota.
 ///
 /// # Errors
 /// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
-pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Grant) -> Result<Paired> {
+pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Rights) -> Result<Paired> {
     let ticket = ticket.trim().parse();
     let ticket: Ticket = ticket.map_err(|e: TicketError| Error::usage(e.to_string()))?;
     let identity = home.identity()?;
@@ -132,10 +133,10 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Grant) -
     };
     home.try_keep_reserve();
     let known = catalog.peer_by_key(&ticket.key)?;
-    let grant = match known {
-        Some(known) if can.is_nothing() => known.grant,
-        _ => can,
-    };
+    let mut grant = known.map_or_else(Grant::nothing, |known| known.grant);
+    if can != Rights::NONE {
+        grant.rights = can;
+    }
     catalog.put_peer(&Peer {
         name: name.clone(),
         key: ticket.key,

@@ -22,7 +22,7 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
         Some(ticket) if ticket != "-" => ticket,
         _ => prompt::secret("ticket")?,
     };
-    let paired = pairing::pair(home, &ticket, args.name, Grant::of(args.can)).await?;
+    let paired = pairing::pair(home, &ticket, args.name, args.can).await?;
     let (name, key) = (paired.name, paired.key);
     let calls_itself = clean(&paired.calls_itself);
     if args.json {
@@ -51,20 +51,25 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
             domain,
             quota,
             json,
-        }) => set(home, &name, json, |grant| Grant {
-            rights: can.unwrap_or(grant.rights),
-            domain: domain.unwrap_or(grant.domain),
-            quota_bytes: quota.map_or(grant.quota_bytes, |quota| quota.0),
-        }),
+        }) => {
+            if let Some(domain) = &domain {
+                home.domain(domain)?;
+            }
+            set(home, &name, json, |grant| {
+                grant.rights = can.unwrap_or(grant.rights);
+                grant.domain = domain.clone().unwrap_or_else(|| grant.domain.clone());
+                grant.quota_bytes = quota.map_or(grant.quota_bytes, |quota| quota.0);
+            })
+        }
     }
 }
 
-fn set(home: &Home, name: &str, json: bool, change: impl FnOnce(Grant) -> Grant) -> Result<()> {
+fn set(home: &Home, name: &str, json: bool, change: impl Fn(&mut Grant)) -> Result<()> {
     // Rights are also taken away on a full disk.
     let mut room = CleanUp::of(home);
     let catalog = room.run(|| site::open_catalog(home))?;
-    let grant = change(find_peer(&catalog, name)?.grant);
-    let Some(peer) = room.run(|| Ok(catalog.set_grant(name, &grant)?))? else {
+    find_peer(&catalog, name)?;
+    let Some(peer) = room.run(|| Ok(catalog.change_grant(name, &change)?))? else {
         bail!("{name} was removed by another command");
     };
     if json {

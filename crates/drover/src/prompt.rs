@@ -1,9 +1,11 @@
 //! Prompts: confirmation, and secrets from stdin.
 
-use std::io::{self, BufRead, IsTerminal, Read, Stdin, Write};
+use std::io::{self, BufRead, ErrorKind, IsTerminal, Read, Stdin, Write};
 
 use anyhow::{Context, Result, bail};
-use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
+use rustix::termios::{
+    LocalModes, OptionalActions, SpecialCodeIndex, Termios, tcgetattr, tcsetattr,
+};
 
 use crate::failure::usage;
 use crate::out;
@@ -51,13 +53,15 @@ pub fn secret(what: &str) -> Result<String> {
         write!(stderr, "{what} (not shown): ")?;
         stderr.flush()?;
     }
-    let mut line = String::new();
-    stdin
-        .lock()
-        .take(MAX_SECRET)
-        .read_line(&mut line)
-        .with_context(|| format!("cannot read the {what} from stdin"))?;
+    let line = read_line(stdin.lock().take(MAX_SECRET));
+    let line = line.with_context(|| format!("cannot read the {what} from stdin"))?;
+    drop(silent);
     match line.trim() {
+        line if line.ends_with(CTRL_C) => {
+            // Nothing has ended the line of the prompt.
+            out::note("");
+            bail!("cancelled")
+        }
         "" => Err(usage(format!(
             "no {what} on stdin: run the command at a terminal, or redirect stdin"
         ))),
@@ -65,7 +69,24 @@ pub fn secret(what: &str) -> Result<String> {
     }
 }
 
-/// A terminal that does not echo; dropped, it does as before.
+/// Ctrl-C, as a terminal passes it on that makes no signal of it.
+const CTRL_C: char = '\x03';
+
+/// Reads up to the end of a line, or Ctrl-C.
+fn read_line(from: impl BufRead) -> io::Result<String> {
+    let mut line = Vec::new();
+    for byte in from.bytes() {
+        let byte = byte?;
+        line.push(byte);
+        if byte == b'\n' || char::from(byte) == CTRL_C {
+            break;
+        }
+    }
+    String::from_utf8(line).map_err(|e| io::Error::new(ErrorKind::InvalidData, e))
+}
+
+/// A terminal that does not echo; dropped, it does as before. Ctrl-C ends the line instead of the process, which would leave
+/// the terminal silent.
 struct Silent<'a> {
     terminal: &'a Stdin,
     before: Termios,
@@ -75,8 +96,11 @@ impl Silent<'_> {
     fn start(terminal: &Stdin) -> io::Result<Silent<'_>> {
         let before = tcgetattr(terminal)?;
         let mut modes = before.clone();
-        modes.local_modes.remove(LocalModes::ECHO);
+        modes
+            .local_modes
+            .remove(LocalModes::ECHO | LocalModes::ISIG);
         modes.local_modes.insert(LocalModes::ECHONL);
+        modes.special_codes[SpecialCodeIndex::VEOL] = CTRL_C as u8;
         tcsetattr(terminal, OptionalActions::Flush, &modes)?;
         Ok(Silent { terminal, before })
     }

@@ -29,6 +29,7 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
         }
         None => {}
     }
+    home.domain(&args.domain)?;
     let grant = Grant {
         rights: args.can,
         domain: args.domain,

@@ -1,6 +1,6 @@
 //! A single container file, parsed: its format, its mapping, and the layout that follows from it.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use crate::layout::{BuildError, LayoutBuilder};
 use crate::limits::{MAX_RANGES, MAX_TABLES, MAX_VIRTUAL_SIZE};
@@ -51,6 +51,8 @@ pub(crate) struct Container {
     pub(crate) backing: Option<Backing>,
     /// The external data file of a qcow2 image.
     pub(crate) data_file: Option<String>,
+    /// How long that can be, in bytes.
+    pub(crate) data_file_len: RangeInclusive<u64>,
     /// Notes for the user.
     pub(crate) notes: Vec<String>,
     /// Why the guest's data cannot be read.
@@ -64,6 +66,7 @@ impl Container {
             body: Body::Mapped(Box::new(mapping)),
             backing: None,
             data_file: None,
+            data_file_len: 0..=0,
             notes: Vec::new(),
             sealed: None,
         }

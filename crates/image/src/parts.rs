@@ -50,7 +50,7 @@ pub fn named_files(path: &Path) -> Result<Vec<String>, ImageError> {
 /// file that names it.
 ///
 /// Each must be in the directory of the file that names it or below ([`Trust::Beneath`]), and be what it is named as: an image;
-/// or a flat part, of whole sectors and of the size that its image says.
+/// or a flat part, of whole sectors and of the size that its image says, or a data file no longer than the disk.
 ///
 /// # Errors
 /// [`ImageError`] naming the file that is missing, damaged, or not what it is named as.
@@ -114,7 +114,8 @@ fn of_one(
     let open = |name: &str| Follow::By(Trust::Beneath).part(&path, name);
     if let Some(name) = &container.data_file {
         let data = open(name)?;
-        check(name, data.len().is_multiple_of(SECTOR))?;
+        let fits = container.data_file_len.contains(&data.len());
+        check(name, fits && data.len().is_multiple_of(SECTOR))?;
         found.enter(&data);
         found.add(&data, Format::Raw);
     }

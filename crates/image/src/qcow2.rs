@@ -50,6 +50,12 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
         }
     });
     let data_file = header.data_file.clone();
+    // Each cluster is where the guest has it. A raw one has all, others need not have the last ones.
+    let whole = header.size.next_multiple_of(header.cluster_size());
+    let data_file_len = match header.raw_data {
+        true => header.size..=whole,
+        false => 0..=whole,
+    };
     let sealed = match (header.encryption, header.external_data, &data_file) {
         (Some(method), _, _) => Some(format!("it is encrypted ({method})")),
         (None, true, None) => Some("it does not name its external data file".into()),
@@ -67,6 +73,7 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     Ok(Container {
         backing,
         data_file,
+        data_file_len,
         notes,
         sealed,
         ..Container::mapped(Format::Qcow2, Qcow2 { file, header })

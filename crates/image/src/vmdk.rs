@@ -51,6 +51,7 @@ fn from_descriptor(reader: &Reader) -> Result<Container, ImageError> {
         body: Body::Parts(text.parts.clone()),
         backing: None,
         data_file: None,
+        data_file_len: 0..=0,
         notes: Vec::new(),
         sealed: None,
     };

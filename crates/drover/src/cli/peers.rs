@@ -102,7 +102,7 @@ pub struct PairArgs {
     /// Local name for the peer [default: the name it proposes]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,
-    /// What the peer may do here; none leaves a known peer what it has
+    /// What the peer may do here; none leaves a known peer what it has. It keeps its domain and its quota
     #[arg(long, value_name = "RIGHTS", default_value_t = Rights::NONE)]
     pub can: Rights,
     /// Print one JSON object

@@ -53,10 +53,25 @@ fn a_terminal_does_not_show_the_ticket() {
     }
     let world = World::new();
     let far = world.serve("far", &[]);
+    let typed = format!("{}\n", far.ticket);
+    let seen = at_prompt(&world, "\"$0\" pair --name far", &typed);
+    assert!(seen.contains("paired with far"), "{seen}");
+    assert!(!seen.contains("drover1"), "{seen}");
+    // Ctrl-C leaves the terminal as it was.
+    let seen = at_prompt(&world, "\"$0\" pair --name far; stty -a", "drover1x\x03");
+    assert!(seen.contains("drover: cancelled"), "{seen}");
+    let modes = Vec::from_iter(seen.split_whitespace());
+    assert!(modes.contains(&"echo") && modes.contains(&"isig"), "{seen}");
+    assert!(seen.contains("eol = <undef>"), "{seen}");
+}
+
+/// Runs a shell command, which gets drover as `$0`, at a terminal, types something at its prompt, and returns what the
+/// terminal has shown.
+fn at_prompt(world: &World, command: &str, typed: &str) -> String {
     let drover = assert_cmd::cargo::cargo_bin!("drover");
     let mut script = Command::new("timeout")
         .args(["120", "script", "-qec"])
-        .arg(format!("'{}' pair --name far", drover.display()))
+        .arg(format!("sh -c '{command}' '{}'", drover.display()))
         .arg("/dev/null")
         .env("DROVER_HOME", world.path("near"))
         .stdin(Stdio::piped())
@@ -74,12 +89,10 @@ fn a_terminal_does_not_show_the_ticket() {
             .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&seen)));
         seen.push(byte[0]);
     }
-    writeln!(stdin, "{}", far.ticket).unwrap();
+    stdin.write_all(typed.as_bytes()).unwrap();
     stdout.read_to_end(&mut seen).unwrap();
     script.wait().unwrap();
-    let seen = String::from_utf8(seen).unwrap();
-    assert!(seen.contains("paired with far"), "{seen}");
-    assert!(!seen.contains("drover1"), "{seen}");
+    String::from_utf8(seen).unwrap()
 }
 
 #[test]

@@ -184,6 +184,7 @@ fn names_are_unique_on_both_sides() {
 fn a_ticket_says_what_its_peer_may_do_and_the_peer_gives_nothing_back() {
     let world = World::new();
     let far = world.serve("far", &[]);
+    world.run("far", &["domains", "add", "acme"]).ok();
     let made = [
         "ticket",
         "--name",
@@ -214,6 +215,16 @@ fn a_ticket_says_what_its_peer_may_do_and_the_peer_gives_nothing_back() {
     let again = ["pair", word, "--name", "lyon", "--can", "match"];
     world.run("near", &again).ok();
     assert_eq!(peer("near"), json!(["lyon", ["match"], "default", null]));
+    // It stays where it is, with its quota.
+    world.run("near", &["domains", "add", "apart"]).ok();
+    let set = ["peers", "set", "lyon", "--domain", "apart", "--quota", "1M"];
+    world.run("near", &set).ok();
+    let again = ["pair", word, "--name", "lyon", "--can", "read"];
+    world.run("near", &again).ok();
+    let in_place = json!(["lyon", ["read"], "apart", 1 << 20]);
+    assert_eq!(peer("near"), in_place);
+    world.run("near", &["pair", word, "--name", "lyon"]).ok();
+    assert_eq!(peer("near"), in_place);
 
     let set = |args: &[&str]| world.run("far", &[&["peers", "set", "vm"], args].concat());
     let now = set(&["--can", "none", "--json"]).ok().json();

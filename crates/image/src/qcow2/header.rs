@@ -12,6 +12,9 @@ const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 const KNOWN: u64 = DIRTY | CORRUPT | EXTERNAL_DATA | COMPRESSION_TYPE | EXTENDED_L2;
 
+/// Of the autoclear features.
+const RAW_EXTERNAL_DATA: u64 = 1 << 1;
+
 const EXTENSION_END: u32 = 0;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
@@ -41,6 +44,8 @@ pub(super) struct Header {
     pub(super) snapshots_offset: u64,
     pub(super) extended_l2: bool,
     pub(super) external_data: bool,
+    /// The external data file is a raw disk.
+    pub(super) raw_data: bool,
     pub(super) dirty: bool,
     pub(super) encryption: Option<&'static str>,
     pub(super) compression: Compression,
@@ -97,6 +102,7 @@ impl Header {
         if features & CORRUPT != 0 {
             return Err(file.damaged("feature bits", "it is marked as corrupt"));
         }
+        let autoclear = if version == 3 { be64(&raw, 88) } else { 0 };
         let compression = match raw[104] {
             0 => Compression::Deflate,
             1 if features & COMPRESSION_TYPE != 0 => Compression::Zstd,
@@ -121,6 +127,7 @@ impl Header {
             snapshots_offset: be64(&raw, 64),
             extended_l2: features & EXTENDED_L2 != 0,
             external_data: features & EXTERNAL_DATA != 0,
+            raw_data: autoclear & RAW_EXTERNAL_DATA != 0,
             dirty: features & DIRTY != 0,
             encryption,
             compression,

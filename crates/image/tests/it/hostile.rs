@@ -326,6 +326,33 @@ fn what_does_not_look_like_a_part_is_none() {
     }
 }
 
+/// A data file is as long as its disk: any other file of whole sectors is none.
+#[test]
+fn a_data_file_has_the_size_of_its_disk() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(26);
+    for (raw, len, fits) in [
+        ("on", MIB + 512, true),
+        // QEMU makes it of whole clusters.
+        ("on", MIB + 65_536, true),
+        ("on", MIB, false),
+        ("on", MIB + 65_536 + 512, false),
+        ("off", 4096, true),
+        ("off", MIB + 65_536, true),
+        ("off", MIB + 65_536 + 512, false),
+        ("off", 2602, false),
+    ] {
+        let options = format!("data_file=d.raw,data_file_raw={raw}");
+        let size = MIB + 512;
+        qemu::create(b.dir(), &format!("-f qcow2 -o {options} x.qcow2 {size}"));
+        std::fs::write(b.path("d.raw"), vec![7; len as usize]).unwrap();
+        let found = parts(&b.path("x.qcow2"));
+        assert_eq!(found.is_ok(), fits, "{raw} {len}: {found:?}");
+    }
+}
+
 /// The images of a site: those in `in` came from elsewhere, and `base.qcow2` is the only known one.
 struct Site;
 

@@ -61,20 +61,22 @@ impl SiteCatalog {
         self.change("forgetting a peer", |tx, seal| seal.take(tx, name))
     }
 
-    /// Changes what the peer of this name may do, and returns the peer as it is then; `None` when there is none.
+    /// Changes what the peer of this name may do in one transaction, and returns the peer as it is then; `None` when there is
+    /// none.
     ///
     /// # Errors
     /// `CatalogError::Conflict` when the grant is not valid, or when the database cannot be written.
-    pub fn set_grant(&self, name: &str, grant: &Grant) -> Result<Option<Peer>> {
+    pub fn change_grant(
+        &self,
+        name: &str,
+        change: impl FnOnce(&mut Grant),
+    ) -> Result<Option<Peer>> {
         self.change("changing what a peer may do", |tx, seal| {
-            grant.check().map_err(RowError::Conflict)?;
-            let Some(peer) = Peer::get(tx, name)? else {
+            let Some(mut peer) = Peer::get(tx, name)? else {
                 return Ok(None);
             };
-            let peer = Peer {
-                grant: grant.clone(),
-                ..peer
-            };
+            change(&mut peer.grant);
+            peer.grant.check().map_err(RowError::Conflict)?;
             seal.put(tx, &peer)?;
             Ok(Some(peer))
         })

@@ -3,8 +3,8 @@
 use drover_mount::protocol::{ConnectionKind, MIN_CHUNK, Open};
 use drover_net::service::{encode_call, kind};
 use drover_net::{Code, FrameReader, FrameWriter, Refusal, Right, Rights, decode};
+use drover_store::SiteCatalog;
 use drover_store::lease::{Access, MountId};
-use drover_store::{Grant, SiteCatalog};
 use drover_teleport::services::{ListImages, ShareImage, VerifyImage};
 
 use super::*;
@@ -15,7 +15,7 @@ fn open(name: &str, access: Access) -> Vec<u8> {
 }
 
 /// By a mount with this number.
-fn open_as(mount: u8, name: &str, access: Access) -> Vec<u8> {
+pub fn open_as(mount: u8, name: &str, access: Access) -> Vec<u8> {
     encode_call(&Open {
         mount: MountId([mount; 16]),
         connection: ConnectionKind::Front,
@@ -29,7 +29,7 @@ fn open_as(mount: u8, name: &str, access: Access) -> Vec<u8> {
 }
 
 /// Opens a mount, and what answers.
-async fn opened(peer: &Client, call: &[u8]) -> (FrameReader, FrameWriter, Option<Refusal>) {
+pub async fn opened(peer: &Client, call: &[u8]) -> (FrameReader, FrameWriter, Option<Refusal>) {
     let (mut reader, mut writer) = peer.greeted().await;
     writer.send(kind::CALL, call).await.unwrap();
     writer.flush().await.unwrap();
@@ -57,12 +57,8 @@ fn two_peers(world: &World) -> (Site, Client) {
 /// Gives the peer `web` other rights, as another process.
 fn give(world: &World, rights: Rights) {
     let (catalog, _) = SiteCatalog::open(&world.path("far")).unwrap();
-    let peer = catalog.peer("web").unwrap().unwrap();
-    let grant = Grant {
-        rights,
-        ..peer.grant
-    };
-    catalog.set_grant("web", &grant).unwrap().unwrap();
+    let changed = catalog.change_grant("web", |grant| grant.rights = rights);
+    changed.unwrap().unwrap();
 }
 
 #[test]

@@ -54,17 +54,18 @@ fn a_used_ticket_does_not_bring_rights_back() {
     let pair = || catalog.pair(&[1; 16], key, "web", &[], 1001).unwrap();
     assert_eq!(pair(), PairOutcome::Paired("vm".into()));
     let narrow = Grant::of("read".parse().unwrap());
-    let set = catalog.set_grant("vm", &narrow).unwrap().unwrap();
-    assert_eq!(set.grant, narrow);
+    let set = |name| catalog.change_grant(name, |grant| grant.clone_from(&narrow));
+    let set_now = set("vm").unwrap().unwrap();
+    assert_eq!(set_now.grant, narrow);
     let renamed = Peer {
         name: "tenant".into(),
-        ..set
+        ..set_now
     };
     catalog.put_peer(&renamed).unwrap();
     assert_eq!(pair(), PairOutcome::Paired("tenant".into()));
     let peer = catalog.peer_by_key(&key).unwrap().unwrap();
     assert_eq!(peer.grant, narrow);
-    assert_eq!(catalog.set_grant("vm", &narrow).unwrap(), None);
+    assert_eq!(set("vm").unwrap(), None);
     drop(catalog);
     let peer = open(tmp.path()).peer("tenant").unwrap().unwrap();
     assert_eq!(peer.grant, narrow);
@@ -133,7 +134,8 @@ fn what_cannot_be_read_back_is_not_stored() {
             grant: bad.clone(),
             ..peer("lyon", 1)
         };
-        assert!(catalog.set_grant("lyon", &bad).is_err(), "{bad:?}");
+        let changed = catalog.change_grant("lyon", |grant| grant.clone_from(&bad));
+        assert!(changed.is_err(), "{bad:?}");
         assert!(catalog.put_peer(&named).is_err(), "{bad:?}");
         let added = catalog.add_ticket(&[1; 16], &bad, "", 100, DAY);
         assert!(added.is_err(), "{bad:?}");
@@ -142,11 +144,8 @@ fn what_cannot_be_read_back_is_not_stored() {
         let added = catalog.add_ticket(&[1; 16], &acme(), bad, 100, DAY);
         assert!(added.is_err(), "{bad}");
     }
-    let vast = Grant {
-        quota_bytes: Some(u64::MAX),
-        ..acme()
-    };
-    catalog.set_grant("lyon", &vast).unwrap().unwrap();
+    let vast = |grant: &mut Grant| grant.quota_bytes = Some(u64::MAX);
+    catalog.change_grant("lyon", vast).unwrap().unwrap();
     let lyon = catalog.peer("lyon").unwrap().unwrap();
     assert_eq!(lyon.grant.quota_bytes, Some(i64::MAX as u64));
     assert_eq!(catalog.peers().unwrap().len(), 2);
