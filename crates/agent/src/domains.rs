@@ -1,20 +1,25 @@
 //! The domains of a site: listing, adding, removing, and moving an image from one to another.
 
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_net::request;
-use drover_store::Catalog;
+use drover_storage::make_private_dir;
+use drover_store::{Catalog, ImageRecord, TicketInfo};
 use drover_teleport::services::Progress;
-use drover_teleport::{Origin, Site, TeleportError};
+use drover_teleport::{Origin, Site};
 use serde::{Deserialize, Serialize};
 
-use crate::changes;
+use crate::changes::{self, Here};
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
 use crate::own::Own;
 use crate::remote::Call;
 use crate::site;
+use crate::text::now_unix;
 
 /// A domain, as reported to users.
 #[derive(Debug, Clone, Serialize)]
@@ -117,18 +122,25 @@ pub async fn remove(home: &Home, name: &str) -> Result<()> {
     }
 }
 
-/// Fails if peers see a domain.
+/// Fails if peers see a domain, or tickets let them in.
 fn check_unused(home: &Home, name: &str) -> Result<()> {
     let catalog = site::look_at_catalog(home)?;
-    let peers = catalog.peers()?.into_iter();
-    let peers: Vec<_> = peers.filter(|peer| peer.grant.domain == name).collect();
-    match peers.first() {
-        Some(peer) => Err(Error::refused(format!(
+    let mut peers = catalog.peers()?.into_iter();
+    if let Some(peer) = peers.find(|peer| peer.grant.domain == name) {
+        return Err(Error::refused(format!(
             "the peer {} is in the domain {name}; move it with `drover peers set {0} --domain NAME`, or forget it",
             peer.name
-        ))),
-        None => Ok(()),
+        )));
     }
+    let valid = |ticket: &TicketInfo| ticket.used_by.is_none() && ticket.expires_unix > now_unix();
+    let mut tickets = catalog.tickets()?.into_iter().filter(valid);
+    if let Some(ticket) = tickets.find(|ticket| ticket.grant.domain == name) {
+        return Err(Error::refused(format!(
+            "the ticket {} is for the domain {name}; `drover ticket --revoke {0}` makes it invalid",
+            ticket.id
+        )));
+    }
+    Ok(())
 }
 
 /// Removes the files of an empty domain that no process has open.
@@ -155,13 +167,40 @@ pub(crate) fn unmake(home: &Home, name: &str) -> Result<()> {
             return Err(Error::refused(text));
         }
     }
-    for dir in [domain.images_dir(), domain.dir().to_owned()] {
-        match std::fs::remove_dir_all(&dir) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-            removed => removed.with_context(|| format!("cannot remove {}", dir.display()))?,
+    let (images, work) = (domain.images_dir(), domain.work_dir());
+    if let Some(other) = entry_but(&images, &work)? {
+        return Err(Error::refused(format!(
+            "the domain {name} is not empty: {} is not an image that it knows; move it away, or index it with `drover index --domain {name}`",
+            other.display()
+        )));
+    }
+    removed(&work, fs::remove_dir_all(&work))?;
+    removed(&images, fs::remove_dir(&images))?;
+    removed(domain.dir(), fs::remove_dir_all(domain.dir()))
+}
+
+/// Something in a directory other than `but`.
+fn entry_but(dir: &Path, but: &Path) -> Result<Option<PathBuf>> {
+    let failed = || format!("cannot list {}", dir.display());
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        entries => entries.with_context(failed)?,
+    };
+    for entry in entries {
+        let path = entry.with_context(failed)?.path();
+        if path != but {
+            return Ok(Some(path));
         }
     }
-    Ok(())
+    Ok(None)
+}
+
+/// Fails if a directory was not removed; one that was not there is no failure.
+fn removed(dir: &Path, result: io::Result<()>) -> Result<()> {
+    match result {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        result => result.with_context(|| format!("cannot remove {}", dir.display())),
+    }
 }
 
 /// Moves an image from the domain of `home` to another one of the site, through the running site or in this process.
@@ -186,10 +225,12 @@ pub async fn move_image(
     }
     let catalogs = [home, &there].map(site::open_catalog);
     let [from, into] = catalogs;
-    let from = Own::open(home, &Arc::new(from?)).await?;
+    let catalog = Arc::new(from?);
+    let from = Own::open(home, &catalog).await?;
     let into = Own::open(&there, &Arc::new(into?)).await?;
-    let (target, name, home) = (Arc::clone(into.site()), name.clone(), home.clone());
-    let moved = from.run(move |site| Ok(move_between(&home, site, &target, &name, &mut progress)));
+    let here = Here::of(home, &catalog, from.site())?;
+    let (target, name) = (Arc::clone(into.site()), name.clone());
+    let moved = from.run(move |_| Ok(move_between(&here, &target, &name, &mut progress)));
     let moved = moved.await;
     into.close().await?;
     moved?
@@ -199,16 +240,18 @@ pub async fn move_image(
 /// leaves it in the first, or in both.
 ///
 /// # Errors
-/// When there is no such image, it was indexed in place, is in use or has changes, the other domain has one of that
-/// name, or its file cannot be read.
+/// When there is no such image, it was indexed in place, is in use or has changes, it is being replaced, the other domain
+/// has one of that name, or its file cannot be read.
 pub(crate) fn move_between(
-    home: &Home,
-    from: &Arc<Site>,
+    from: &Here,
     to: &Arc<Site>,
     name: &ImageName,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<()> {
-    let Some(record) = from.by_name(name) else {
+    // What is being sent in its place would be lost with it, and there it would be in the way.
+    let _here = from.site.reserve_name(name)?;
+    let _there = to.reserve_name(name)?;
+    let Some(record) = from.site.by_name(name) else {
         return Err(Error::refused(format!("there is no image called {name}")));
     };
     if record.external {
@@ -216,12 +259,9 @@ pub(crate) fn move_between(
             format!("{name} was indexed in place: remove it, and index it in the other domain");
         return Err(Error::refused(text));
     }
-    if changes::of_image(home, name).is_some() {
-        let text = format!("{name} has changes by mounts: merge or drop them first");
-        return Err(Error::refused(text));
-    }
-    let linked = to.work_dir().join(format!("moved-{}", record.id.0));
-    let _ = std::fs::remove_file(&linked);
+    from.server.while_unchanged(name, || ())?;
+    let dir = to.links_dir().join(record.id.0.to_string());
+    let linked = dir.join("image.part");
     let link = || {
         format!(
             "cannot link {} to {}",
@@ -229,38 +269,58 @@ pub(crate) fn move_between(
             linked.display()
         )
     };
-    std::fs::hard_link(&record.path, &linked).with_context(link)?;
-    let moved = adopt(to, &linked, name, &record.from, progress);
-    let _ = std::fs::remove_file(&linked);
-    moved?;
-    if let Err(e) = from.remove(name) {
-        // Mounted meanwhile, or the like: it stays where it was.
-        to.remove(name)?;
-        return Err(e.into());
-    }
-    Ok(())
+    let _ = fs::remove_dir_all(&dir);
+    make_private_dir(&dir)
+        .and_then(|()| fs::hard_link(&record.path, &linked))
+        .with_context(link)?;
+    let moved = move_linked(from, to, &record, &linked, progress);
+    let _ = fs::remove_dir_all(&dir);
+    moved
 }
 
-fn adopt(
+/// Moves an image whose file is also in the other domain, at `linked`.
+fn move_linked(
+    from: &Here,
     to: &Arc<Site>,
-    file: &std::path::Path,
-    name: &ImageName,
-    sent_by: &str,
+    record: &ImageRecord,
+    linked: &Path,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<(), TeleportError> {
+) -> Result<()> {
     let mut read = |done, total| {
         progress(done * BLOCK_SIZE_U64, total * BLOCK_SIZE_U64);
         Ok(())
     };
-    // Its owner is no peer of this domain: it is the site's own now.
+    // Its sender is no peer of that domain, where even the name of it would say something about the first one.
     let origin = Origin {
-        from: sent_by,
+        from: "",
         owner: None,
     };
-    let record = to.prepare(file, name, origin, &mut read)?;
-    let adopted = to.adopt(Some(file), &record, true);
-    if adopted.is_err() {
-        to.forget_prepared(&record);
+    let name = &record.name;
+    let check_there = || match from.site.by_name(name) {
+        Some(now) if now.id == record.id => Ok(()),
+        _ => Err(Error::refused(format!(
+            "{name} was replaced or removed meanwhile; nothing was moved"
+        ))),
+    };
+    let prepared = to.prepare(linked, name, origin, &mut read);
+    let prepared = prepared.or_else(|e| check_there().and(Err(e.into())))?;
+    let mut entered = false;
+    // Reading may have taken long.
+    let moved = from.server.while_unchanged(name, || -> Result<()> {
+        check_there()?;
+        let adopted = to.adopt(Some(linked), &prepared, true)?;
+        entered = true;
+        if let Err(e) = from.site.remove_this(record) {
+            to.remove_this(&adopted)?;
+            return Err(e.into());
+        }
+        Ok(())
+    });
+    if !entered {
+        to.forget_prepared(&prepared);
     }
-    adopted.map(drop)
+    moved?
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use drover_net::{Identity, Right, Rights};
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, Grant, Peer, SiteCatalog};
-use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig, Supplies};
+use drover_teleport::{Callbacks, Holder, RemoteTeleporter, RightsOf, Site, SiteConfig, Supplies};
 
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Error, Result, failed};
 use crate::home::Home;
 use crate::text::clean;
 
@@ -81,14 +81,14 @@ pub async fn open(
     identity: &Identity,
     supplies: Supplies,
 ) -> Result<Arc<Site>> {
+    // A domain has no peers of its own.
+    let peers = match home.of_site() {
+        Some(site) => Arc::new(open_catalog(&site)?),
+        None => Arc::clone(catalog),
+    };
     let teleporter = match &home.config.teleporter {
         None => None,
         Some(name) => {
-            // A domain has no peers of its own.
-            let peers = match home.of_site() {
-                Some(site) => Arc::new(open_catalog(&site)?),
-                None => Arc::clone(catalog),
-            };
             let peer = find_peer(&peers, name).context("the teleporter of config.toml")?;
             Some(RemoteTeleporter {
                 domain: home.domain_name().to_owned(),
@@ -115,8 +115,15 @@ pub async fn open(
     let holder: Arc<Holder> = Arc::new(move |name| {
         crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
     });
+    let domain = home.domain_name().to_owned();
+    let rights: Arc<RightsOf> = Arc::new(move |key| {
+        let peer = peers.peer_by_key(key).map_err(failed)?;
+        let grant = peer.map(|peer| peer.grant).filter(|g| g.domain == domain);
+        Ok(grant.map_or(Rights::NONE, |grant| grant.rights))
+    });
+    let callbacks = Callbacks { holder, rights };
     let (site, repairs) =
-        tokio::task::spawn_blocking(move || Site::open_held_by(config, catalog, holder)).await??;
+        tokio::task::spawn_blocking(move || Site::open_for(config, catalog, callbacks)).await??;
     tell(&repairs);
     Ok(site)
 }

@@ -241,7 +241,16 @@ impl Server {
             note: open.note.clone(),
         };
         let admitted = match open.connection {
-            ConnectionKind::Front => Some(self.admit(&image, who, &open).await?),
+            ConnectionKind::Front => {
+                let admitted = self.admit(&image, who, &open).await?;
+                // Whoever took the permission away before the lease was granted had no lease to break.
+                if let Err(refusal) = self.allow(peer, &open).await {
+                    let (key, mount, link) = (peer.key, open.mount, open.link);
+                    blocking(move || image.close(key, mount, link)).await?;
+                    return Err(refusal);
+                }
+                Some(admitted)
+            }
             _ => None,
         };
         let Joined {

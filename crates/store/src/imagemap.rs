@@ -133,7 +133,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
     let length = u64::from_le_bytes(rest.try_into().ok()?);
     let about = match u32::from_le_bytes(*version) {
         VERSION => drover_net::decode(about).ok()?,
-        // Without an owner it is the administrator's: a map must not give a peer more than the catalog did.
+        // What a peer has sent is nobody's then: a map must not give a peer more than the catalog did.
         1 => About {
             first: drover_net::decode(about).ok()?,
             owner: None,

@@ -120,8 +120,8 @@ pub use error::TeleportError;
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, send};
 pub use site::{
-    Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, Site, SiteConfig,
-    SiteStatus, Supplies, TransferStatus,
+    Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, RightsOf,
+    Site, SiteConfig, SiteStatus, Supplies, TransferStatus,
 };
 pub use stages::StageTime;
 pub use teleporter::Teleporter;

@@ -15,7 +15,7 @@ use drover_teleport::{Site, Supplies};
 use parking_lot::Mutex;
 
 use super::recovery::Recovery;
-use super::trust::break_leases;
+use super::trust::take_away;
 use crate::changes::Here;
 use crate::error::{Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
@@ -204,9 +204,9 @@ impl Domains {
         let domain = opened.await.map_err(refusal_of)?;
         let recovery = Recovery::begin(domain.here(identity.key()));
         // What was taken away while it was closed.
-        let devices = Arc::clone(&domain.devices);
-        let leases = break_leases(peers, identity.key(), name, &devices).await;
-        leases.map_err(refusal_of)?;
+        let own = identity.key();
+        let taken = take_away(peers, own, name, &domain.site, &domain.devices).await;
+        taken.map_err(refusal_of)?;
         let opened = Opened {
             domain,
             recovery,

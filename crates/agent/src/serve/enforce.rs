@@ -4,13 +4,14 @@
 //! [`LOOK_EVERY`]; then every call of a peer that lost its right is stopped, as if the site stopped, and the leases that
 //! it holds are broken.
 
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
 use drover_net::DEFAULT_DOMAIN;
 
 use super::server::{Duty, Server};
-use super::trust::{break_leases, rights_now};
+use super::trust::{rights_now, take_away};
 use crate::error::{Result, one_line};
 use crate::signals::stopped;
 
@@ -57,9 +58,9 @@ async fn look(server: &Arc<Server>) -> Result<()> {
         return Ok(());
     };
     let (peers, own) = (&server.catalog, server.identity.key());
-    break_leases(peers, own, DEFAULT_DOMAIN, &default.devices).await?;
-    for (name, domain) in server.domains.open() {
-        break_leases(peers, own, &name, &domain.devices).await?;
+    let default = (DEFAULT_DOMAIN.to_owned(), Arc::clone(default));
+    for (name, domain) in iter::once(default).chain(server.domains.open()) {
+        take_away(peers, own, &name, &domain.site, &domain.devices).await?;
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ use drover_teleport::services::{
 use super::jobs;
 use super::server::OfSite;
 use crate::changes;
-use crate::error::{Error, failed, refusal_of};
+use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 use crate::mounts::{break_at, why_held};
 
@@ -88,18 +88,18 @@ impl Handler<ShareImage> for OfSite {
         ShareImage { name, with, share }: ShareImage,
         _: &mut Exchange<'_, ShareImage>,
     ) -> Result<(), Refusal> {
-        self.own_record(peer, &name).await?;
+        let record = self.own_record(peer, &name).await?;
         let (server, domain) = (Arc::clone(&self.server), Arc::clone(&self.domain));
-        let (of, its) = (name.clone(), peer.domain.clone());
+        let its = peer.domain.clone();
         let shared = tokio::task::spawn_blocking(move || {
             let other = server.catalog.peer(&with).map_err(failed)?;
             let other = other
-                .filter(|other| other.grant.domain == its)
+                .filter(|other| !share || other.grant.domain == its)
                 .ok_or_else(|| {
                     let text = format!("{} has no peer called {with}", server.name);
                     Refusal::new(Code::NotFound, text)
                 })?;
-            domain.site.share(&of, other.key, share)?;
+            domain.site.share(&record, other.key, share)?;
             Ok::<_, Refusal>(other.key)
         });
         let other = shared.await.map_err(failed)??;
@@ -131,12 +131,7 @@ impl Handler<RemoveImage> for OfSite {
             let changes = changes::of_image(&domain.home, &name);
             if !dry_run {
                 // Whoever may send can have replaced it meanwhile.
-                if domain.site.by_name(&name).map(|now| now.id) != Some(record.id) {
-                    return Err(Error::refused(format!(
-                        "{name} was just replaced or removed"
-                    )));
-                }
-                CleanUp::of(&domain.home).run(|| Ok(domain.site.remove(&name)?))?;
+                CleanUp::of(&domain.home).run(|| Ok(domain.site.remove_this(&record)?))?;
             }
             Ok(Removal {
                 external: record.external,

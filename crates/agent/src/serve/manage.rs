@@ -66,9 +66,10 @@ impl Handler<MoveImage> for Manage {
         if Arc::ptr_eq(&here, &there) {
             return Err(Refusal::new(Code::Failed, "it is in that domain already"));
         }
-        let job = move |progress: &mut dyn FnMut(u64, u64)| {
-            move_between(&here.home, &here.site, &there.site, &name, progress)
-        };
+        let key = self.0.identity.key();
+        let (here, there) = (here.here(key), Arc::clone(&there.site));
+        let job =
+            move |progress: &mut dyn FnMut(u64, u64)| move_between(&here, &there, &name, progress);
         let moved = jobs::run(&self.0, exchange, job).await;
         moved.map_err(failed)?.map_err(refusal_of)
     }

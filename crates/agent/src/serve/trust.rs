@@ -7,11 +7,13 @@ use drover_core::ImageName;
 use drover_mount::server::Server as DeviceServer;
 use drover_net::{Peer, PeerKey, Right, Rights};
 use drover_store::SiteCatalog;
+use drover_teleport::Site;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::error::Result;
+use crate::error::{Result, one_line};
 use crate::mounts::break_at;
+use crate::text::count;
 
 /// The calls that are being served, by number.
 #[derive(Default)]
@@ -95,8 +97,35 @@ impl Trust {
     }
 }
 
+/// Takes away what peers have in a domain that they may no longer have: write leases, and images that are shared with them.
+pub async fn take_away(
+    peers: &Arc<SiteCatalog>,
+    own: PeerKey,
+    domain: &str,
+    site: &Arc<Site>,
+    devices: &Arc<DeviceServer>,
+) -> Result<()> {
+    let (listed, site, of) = (Arc::clone(peers), Arc::clone(site), domain.to_owned());
+    let end_shares = move || -> Result<usize> {
+        let peers = listed.peers()?.into_iter();
+        let here = peers.filter(|peer| peer.grant.domain == of);
+        let here: HashSet<PeerKey> = here.map(|peer| peer.key).collect();
+        Ok(site.share_only(&|key| here.contains(key))?)
+    };
+    match tokio::task::spawn_blocking(end_shares).await? {
+        Ok(0) => {}
+        Ok(images) => {
+            let images = count(images, "image");
+            tracing::info!(domain, "{images} no longer shared: the peer left");
+        }
+        // On a full disk, for example. What left cannot use it, and the next time it is tried again.
+        Err(e) => tracing::warn!(domain, "{}", one_line(&e)),
+    }
+    break_leases(peers, own, domain, devices).await
+}
+
 /// Breaks the leases of peers that may no longer write in a domain.
-pub async fn break_leases(
+async fn break_leases(
     peers: &Arc<SiteCatalog>,
     own: PeerKey,
     domain: &str,

@@ -49,7 +49,9 @@ pub enum DomainsAction {
         #[arg(long)]
         json: bool,
     },
-    /// Remove an empty domain, without images, changes, unfinished transfers or peers
+    /// Remove an empty domain, without images, changes, unfinished transfers, peers or valid tickets
+    ///
+    /// Files in its images directory that are no images of it are not removed: then it stays.
     Rm {
         /// Its name
         name: String,
@@ -62,7 +64,8 @@ pub enum DomainsAction {
     },
     /// Move an image to another domain
     ///
-    /// Its file is not copied, but read once. The peer that sent it no longer sees it.
+    /// Its file is not copied, but read once. It becomes the site's own there: peers of that domain may read it, and with the
+    /// right write replace it and write to it. The peer that sent it no longer sees it.
     Move {
         /// Name of the image
         #[arg(value_name = "IMAGE", value_parser = image_name)]

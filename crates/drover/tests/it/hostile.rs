@@ -6,6 +6,7 @@ mod domains;
 mod ownership;
 mod quota;
 mod rights;
+mod sharing;
 
 use std::fs;
 use std::time::Duration;

@@ -28,19 +28,52 @@ impl Server {
     /// # Errors
     /// [`MountError::Refused`]: the image is mounted or leased; or a disk error.
     pub fn drop_changes(&self, name: &ImageName) -> Result<Option<Changes>, MountError> {
+        self.while_unused(name, |leases| {
+            let Some(leases) = leases else {
+                return Ok(None);
+            };
+            let dropped = changes::of_image(&self.config.state, name);
+            self.discard(name, leases)?;
+            Ok(dropped)
+        })?
+    }
+
+    /// Calls `what` while no mount can open an image, with its leases if it was ever mounted. Blocks on the disk.
+    fn while_unused<T>(
+        &self,
+        name: &ImageName,
+        what: impl FnOnce(Option<&mut LeaseTable>) -> T,
+    ) -> Result<T, MountError> {
         // Prevents it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         self.let_go(name)?;
         let path = self.overlay_of(name);
         if !path.is_dir() {
-            return Ok(None);
+            return Ok(what(None));
         }
-        let mut leases = LeaseTable::open(name.clone(), path.clone())?;
+        let mut leases = LeaseTable::open(name.clone(), path)?;
         leases.check_free(Duration::ZERO, &|_| false)?;
-        let dropped = changes::of_image(&self.config.state, name);
-        self.discard(name, &mut leases)?;
-        Ok(dropped)
+        Ok(what(Some(&mut leases)))
+    }
+
+    /// Calls `what` while no mount can open an image that has no changes either. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: the image is mounted or leased, or has changes; or a disk error.
+    pub fn while_unchanged<T>(
+        &self,
+        name: &ImageName,
+        what: impl FnOnce() -> T,
+    ) -> Result<T, MountError> {
+        let done = self.while_unused(name, |_| {
+            let changes = changes::of_image(&self.config.state, name);
+            changes.is_none().then(what)
+        })?;
+        done.ok_or_else(|| {
+            let text = format!("{name} has changes by mounts: merge or drop them first");
+            MountError::Refused(Refusal::new(Code::Held, text))
+        })
     }
 
     fn overlay_of(&self, name: &ImageName) -> PathBuf {

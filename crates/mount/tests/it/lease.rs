@@ -2,18 +2,19 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use drover_core::DeviceError;
+use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{Change, Epoch, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
-use drover_mount::server::{Server, lease_on_disk};
-use drover_net::Code;
+use drover_mount::server::{Base, Images, Server, lease_on_disk};
+use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_store::lease::Access;
 
 use crate::local_stub::LocalStub;
-use crate::util::{Near, Site, content, memory, name, runtime};
+use crate::util::{Near, Shelf, Site, content, memory, name, runtime};
 
 const SIZE: usize = 1 << 20;
 
@@ -153,4 +154,62 @@ fn a_damaged_one_is_refused_with_the_way_out_and_hides_nothing() {
     assert!(world.server().replace_damaged_lease(&name("web")).unwrap());
     let listed = world.server().leases().unwrap();
     assert!(listed[0].problem.is_none() && listed[0].holder.is_some());
+}
+
+/// An image that may be written once: until the lease is about to be granted.
+struct Once {
+    shelf: Arc<Shelf>,
+    asked: AtomicU64,
+}
+
+impl Images for Once {
+    fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
+        match self.asked.fetch_add(1, Ordering::Relaxed) {
+            0 => Ok(()),
+            _ => Err(Refusal::new(Code::Denied, "it is no longer shared")),
+        }
+    }
+
+    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        self.shelf.open(name)
+    }
+}
+
+#[test]
+fn a_permission_that_goes_while_a_lease_is_granted_leaves_none() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::of(Arc::new(Once {
+        shelf: Shelf::with("web", memory(&content(SIZE, 43))),
+        asked: AtomicU64::new(0),
+    }));
+    let near = Near::new(site.server.clone());
+    let options = Options::new(name("web"), Access::ReadWrite);
+    let opened = runtime.block_on(Client::open(runtime.handle(), near, options));
+    let Some(MountError::Refused(refusal)) = opened.err() else {
+        panic!("it was opened");
+    };
+    assert_eq!(refusal.code, Code::Denied, "{refusal}");
+    let holder = lease_on_disk(site.directory.path(), &name("web")).unwrap();
+    assert_eq!(holder, None);
+}
+
+#[test]
+fn what_may_not_be_mounted_is_done_only_without_mounts_and_changes() {
+    let (world, _) = World::new();
+    let server = world.server();
+    let done = |image: &str| server.while_unchanged(&name(image), || ());
+    let refused = done("web").unwrap_err().to_string();
+    assert!(refused.contains("changes by mounts"), "{refused}");
+    server.drop_changes(&name("web")).unwrap();
+    done("web").unwrap();
+    let client = world.open(Access::ReadOnly).unwrap();
+    let refused = done("web").unwrap_err().to_string();
+    assert!(refused.contains("mounted by nantes"), "{refused}");
+    done("another").unwrap();
+    drop(client);
 }

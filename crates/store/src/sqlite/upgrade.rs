@@ -69,7 +69,8 @@ pub fn give(peers: &mut [Peer], former: &FormerGrant<'_>) {
     }
 }
 
-/// Sets the owners of images that had none: the peers that sent them.
+/// Sets the owners of images that had none: the peers that have the names under which they were sent, which is all that
+/// schema 1 knows.
 pub fn own(images: &mut [ImageRecord], peers: &[Peer]) {
     let keys: HashMap<&str, _> = peers.iter().map(|p| (&*p.name, p.key)).collect();
     for image in images {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use drover_net::{Frame, Peer, PeerKey, Rights};
+use drover_net::{Frame, Peer, PeerKey};
 use parking_lot::RwLock;
 use tokio::sync::mpsc;
 
@@ -16,7 +16,6 @@ use crate::stages::DestinationStages;
 pub struct SessionShared {
     pub peer: PeerKey,
     pub peer_name: String,
-    pub rights: Rights,
     /// Tells which of two sessions is newer.
     pub number: u64,
     pub current: RwLock<Option<Arc<Incoming>>>,
@@ -44,7 +43,6 @@ impl SessionShared {
         SessionShared {
             peer: peer.key,
             peer_name: peer.name,
-            rights: peer.rights,
             number,
             current: RwLock::default(),
             connections: AtomicU64::new(0),

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
@@ -12,8 +13,15 @@ use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 use super::Site;
 use super::arrived::unix_now;
 use crate::TeleportError;
+use crate::active::Hold;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
+
+/// What holds a name that is reserved here: no transfer has this key.
+const HERE: &str = "here";
+
+/// How long a transfer that gives way may take to release a name.
+const RESERVE_WAIT: Duration = Duration::from_secs(5);
 
 /// Progress callback while an image is read: blocks read, total blocks. An error cancels the read.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
@@ -38,6 +46,26 @@ impl Site {
     #[must_use]
     pub fn work_dir(&self) -> &Path {
         &self.config.work_dir
+    }
+
+    /// Directory for links to files that [`Site::adopt`] takes from elsewhere on the file system. Removed when the site is
+    /// opened.
+    #[must_use]
+    pub fn links_dir(&self) -> PathBuf {
+        self.config.work_dir.join("links")
+    }
+
+    /// Keeps others from delivering an image of that name until the guard is dropped.
+    ///
+    /// # Errors
+    /// When one is being delivered.
+    pub fn reserve_name(&self, name: &ImageName) -> Result<Hold, TeleportError> {
+        let number = self.active.number();
+        let held = self.active.take(name, HERE, number, RESERVE_WAIT);
+        held.map_err(|_| {
+            let text = format!("an image called {name} is being sent or moved; try again later");
+            TeleportError::refused(Code::Busy, text)
+        })
     }
 
     /// Permissions of delivered images.
@@ -92,12 +120,9 @@ impl Site {
         fresh: bool,
     ) -> Result<ImageRecord, TeleportError> {
         let target = &record.path;
-        let old = self.images.by_name(&record.name);
+        let (changing, old) = self.change(&record.name, !fresh);
         if fresh && old.is_some() {
             return Err(taken(&record.name));
-        }
-        if let Some(old) = &old {
-            self.copy_sequences_of(old.id);
         }
         let named = match file {
             Some(file) => Some(self.give_name(file, &record.name, old.as_ref())?),
@@ -113,6 +138,7 @@ impl Site {
             ..record.clone()
         };
         let old = self.enter(&record, named)?;
+        drop(changing);
         self.indexing.lock().remove(&record.id);
         if let Some(old) = old {
             self.replaced(old.id, record.id);
@@ -216,15 +242,7 @@ impl Site {
             .and_then(|n| n.to_str())
             .unwrap_or_default();
         let name = ImageName::new(name).map_err(|e| TeleportError::Failed(e.to_string()))?;
-        if let Some(old) = self.images.by_name(&name)
-            && old.path != path
-        {
-            let there = old.path.display();
-            return Err(TeleportError::Failed(format!(
-                "{}: an image of that name is at {there}; rename one of them",
-                path.display()
-            )));
-        }
+        check_path(self.images.by_name(&name).as_ref(), &path)?;
         let outgoing = open_for_sending(&path, Conversion::AsIs)?;
         let mut progress = |done, total| {
             progress(done, total);
@@ -243,27 +261,43 @@ impl Site {
         };
         let (mut record, map) = self.read_in(outgoing, &name, path, &mut progress, accept)?;
         (record.stamp, record.external) = (stamp, external);
-        // An image that is read again stays its owner's.
-        if let Some(old) = self.images.by_name(&record.name) {
-            (record.owner, record.shared) = (old.owner, old.shared);
-        }
         let id = record.id;
-        let entered = map
-            .save(&record, &self.images.map_path(id))
-            .and_then(|()| self.images.put(&record));
+        let entered = self.enter_indexed(&mut record, &map);
         self.indexing.lock().remove(&id);
-        let old = match entered {
-            Ok(old) => old,
-            Err(e) => {
-                self.tell(id, ImageEvent::Forget);
-                return Err(e.into());
-            }
-        };
+        let old = entered.inspect_err(|_| self.tell(id, ImageEvent::Forget))?;
         if let Some(old) = old {
             self.replaced(old.id, id);
             self.wake_copier();
         }
         Ok(record)
+    }
+
+    /// Adds an image to the catalog that was read in place; returns the record that it replaces.
+    fn enter_indexed(
+        &self,
+        record: &mut ImageRecord,
+        map: &ImageMap,
+    ) -> Result<Option<ImageRecord>, TeleportError> {
+        let (_changing, old) = self.change(&record.name, false);
+        check_path(old.as_ref(), &record.path)?;
+        // An image that is read again stays its owner's.
+        if let Some(old) = old {
+            (record.owner, record.shared) = (old.owner, old.shared);
+        }
+        map.save(record, &self.images.map_path(record.id))?;
+        Ok(self.images.put(record)?)
+    }
+}
+
+/// Fails if an image of the same name is elsewhere.
+fn check_path(known: Option<&ImageRecord>, path: &Path) -> Result<(), TeleportError> {
+    match known.filter(|known| known.path != path) {
+        Some(other) => Err(TeleportError::Failed(format!(
+            "{}: an image of that name is at {}; rename one of them",
+            path.display(),
+            other.path.display()
+        ))),
+        None => Ok(()),
     }
 }
 

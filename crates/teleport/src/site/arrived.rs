@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use drover_core::ImageName;
 use drover_image::{Layout, Stamp};
 use drover_index::ImageId;
-use drover_net::Code;
+use drover_net::{Code, PeerKey};
 use drover_store::naming::{self, Named};
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
@@ -28,6 +28,8 @@ pub(crate) struct Arrived {
     pub(crate) layout: Arc<Layout>,
     pub(crate) blocks: Arc<BlockMap>,
     pub(crate) closing: Closing,
+    /// The owner in its map; `None` when that has to be saved, or may be out of date.
+    pub(crate) mapped: Option<PeerKey>,
 }
 
 impl Arrived {
@@ -49,12 +51,14 @@ impl Arrived {
             layout: left.layout,
             blocks: Arc::new(blocks),
             closing,
+            mapped: None,
         })
     }
 
-    /// The image's record, once its file is at `path`.
-    fn record(&self, path: PathBuf, stamp: Option<Stamp>) -> ImageRecord {
+    /// The image's record, once its file is at `path` in the place of `old`.
+    fn record(&self, path: PathBuf, old: Option<&ImageRecord>) -> ImageRecord {
         let offer = &self.opening.offer;
+        let sender = self.opening.peer;
         ImageRecord {
             id: ImageId(self.opening.image),
             name: offer.name.clone(),
@@ -64,12 +68,13 @@ impl Arrived {
             data_bytes: self.layout.covered_bytes(),
             virtual_bytes: offer.virtual_bytes,
             digest: self.closing.digest,
-            stamp,
+            stamp: None,
             added_unix: self.closing.added_unix,
             from: self.opening.peer_name.clone(),
             external: false,
-            owner: Some(self.opening.peer),
-            shared: Vec::new(),
+            // Who replaces an image with its owner's leave does not get it.
+            owner: old.and_then(|old| old.owner).or(Some(sender)),
+            shared: old.map_or_else(Vec::new, |old| old.shared.clone()),
         }
     }
 
@@ -88,15 +93,15 @@ impl Site {
         let target = self.image_path(&offer.name);
         let part = arrived.part();
         let id = ImageId(arrived.opening.image);
-        let old = self.images.by_name(&offer.name);
+        let (changing, old) = self.change(&offer.name, part.exists());
+        let mut record = arrived.record(target.clone(), old.as_ref());
         let mut named = None;
         if part.exists() {
+            // Any of it may have changed since the image was offered.
+            self.check_sender(&arrived.opening.peer, old.as_ref())?;
             let all_known = arrived.blocks.walk_blocks() == arrived.layout.walk_blocks();
-            if all_known && !self.images.map_path(id).exists() {
-                self.save_map(arrived)?;
-            }
-            if let Some(old) = &old {
-                self.copy_sequences_of(old.id);
+            if all_known && arrived.mapped != record.owner {
+                self.write_map(arrived, &record)?;
             }
             let mode = Permissions::from_mode(self.config.image_mode);
             if let Err(e) = std::fs::set_permissions(&part, mode) {
@@ -105,17 +110,14 @@ impl Site {
             }
             named = Some(self.give_name(&part, &offer.name, old.as_ref())?);
         } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
+            drop(changing);
             self.discard(&arrived.dir, id);
             let _ = std::fs::remove_file(self.images.map_path(id));
             return Ok(false);
         }
-        let stamp = Stamp::of_path(&target).ok();
-        let mut record = arrived.record(target, stamp);
-        if let Some(old) = old {
-            // Who replaces an image with its owner's leave does not get it.
-            (record.owner, record.shared) = (old.owner, old.shared);
-        }
+        record.stamp = Stamp::of_path(&target).ok();
         let old = self.enter(&record, named)?;
+        drop(changing);
         self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {
@@ -229,14 +231,22 @@ impl Site {
                     && digest().is_ok_and(|found| found == arrived.closing.digest)))
     }
 
-    /// Saves the map of a complete, synced file before it gets its name.
-    pub(crate) fn save_map(&self, arrived: &Arrived) -> Result<(), TeleportError> {
-        let record = arrived.record(self.image_path(&arrived.opening.offer.name), None);
+    fn write_map(&self, arrived: &Arrived, record: &ImageRecord) -> Result<(), TeleportError> {
         let map = ImageMap {
             layout: arrived.layout.clone(),
             blocks: arrived.blocks.clone(),
         };
-        Ok(map.save(&record, &self.images.map_path(record.id))?)
+        Ok(map.save(record, &self.images.map_path(record.id))?)
+    }
+
+    /// Saves the map of a complete, synced file before it gets its name.
+    pub(crate) fn save_map(&self, arrived: &mut Arrived) -> Result<(), TeleportError> {
+        let name = &arrived.opening.offer.name;
+        let old = self.images.by_name(name);
+        let record = arrived.record(self.image_path(name), old.as_ref());
+        self.write_map(arrived, &record)?;
+        arrived.mapped = record.owner;
+        Ok(())
     }
 }
 

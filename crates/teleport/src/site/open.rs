@@ -12,13 +12,14 @@ use drover_store::sequences::Sequences;
 use drover_store::{BlockMap, Catalog, Images};
 use parking_lot::{Mutex, RwLock};
 
-use super::{Holder, Site, SiteConfig, Totals, catch_up, recover, shared};
+use super::{Callbacks, Site, SiteConfig, Totals, catch_up, recover, shared};
 use crate::TeleportError;
+use crate::files::remove_dir;
 use crate::matching::{Matching, handle, open_teleporter};
 use crate::teleporter::{Event, ImageEvent};
 
 impl Site {
-    /// Opens a site without a holder. Returns what was repaired, one line each.
+    /// Opens a site without callbacks. Returns what was repaired, one line each.
     ///
     /// # Errors
     /// When a directory, the catalog or the matcher's files cannot be used.
@@ -29,24 +30,24 @@ impl Site {
         Self::open_with(config, catalog, None)
     }
 
-    /// Like [`Site::open`], but calls `holder` before an image is replaced or removed. It is needed from the start,
-    /// because opening the site finishes deliveries that were interrupted or failed at their last step.
+    /// Like [`Site::open`], with callbacks.
     ///
     /// # Errors
     /// As [`Site::open`].
-    pub fn open_held_by(
+    pub fn open_for(
         config: SiteConfig,
         catalog: Arc<dyn Catalog>,
-        holder: Arc<Holder>,
+        callbacks: Callbacks,
     ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
-        Self::open_with(config, catalog, Some(holder))
+        Self::open_with(config, catalog, Some(callbacks))
     }
 
     fn open_with(
         config: SiteConfig,
         catalog: Arc<dyn Catalog>,
-        holder: Option<Arc<Holder>>,
+        callbacks: Option<Callbacks>,
     ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        let (holder, rights) = callbacks.map(|c| (c.holder, c.rights)).unzip();
         let mut repairs = Vec::new();
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
             make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
@@ -92,6 +93,8 @@ impl Site {
             indexing: Mutex::default(),
             images_went: AtomicBool::new(true),
             trimmings: Mutex::new(0),
+            changing: Mutex::default(),
+            rights,
             holds: RwLock::new(holder),
             quota: RwLock::default(),
         });
@@ -100,6 +103,7 @@ impl Site {
             left.data.iter().for_each(|d| blocks.push(d));
             site.partials.add_stopped(image, &part, left.layout, blocks);
         }
+        remove_dir(&site.links_dir());
         site.recover(whole, &mut repairs);
         site.remove_stray_hash_files();
         site.report_lost_indexes(&mut repairs);

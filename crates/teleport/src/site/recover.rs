@@ -36,10 +36,15 @@ impl Site {
     fn recover_one(&self, arrived: &Arrived) -> Result<String, TeleportError> {
         self.finish_undoing(&arrived.dir, &arrived.opening.offer.name)?;
         let waits = arrived.part().exists();
+        let (name, peer) = (&arrived.opening.offer.name, &arrived.opening.peer);
         if waits && self.is_outdated(arrived) {
-            return self.give_up_name(arrived);
+            return self.give_up_name(arrived, "a newer image has its name by now");
         }
-        let held = self.why_held(&arrived.opening.offer.name);
+        let may = self.check_sender(peer, self.images.by_name(name).as_ref());
+        if waits && let Err(e) = may {
+            return self.give_up_name(arrived, &e.to_string());
+        }
+        let held = self.why_held(name);
         if let Some(why) = held.filter(|_| waits) {
             self.keep_as_source(arrived);
             return Ok(format!(
@@ -66,15 +71,15 @@ impl Site {
     }
 
     /// Turns a complete file into a stopped transfer: it can be resumed or removed, and it expires.
-    fn give_up_name(&self, arrived: &Arrived) -> Result<String, TeleportError> {
+    fn give_up_name(&self, arrived: &Arrived, why: &str) -> Result<String, TeleportError> {
         let name = &arrived.opening.offer.name;
-        tracing::warn!(image = %name, from = arrived.opening.peer_name, "a newer image has its name; it is not delivered");
+        tracing::warn!(image = %name, from = arrived.opening.peer_name, why, "a complete image is not delivered");
         self.keep_as_source(arrived);
         reopen_closed(&arrived.dir, &self.config.disk)?;
         let id = ImageId(arrived.opening.image);
         let _ = std::fs::remove_file(self.images.map_path(id));
         Ok(format!(
-            "is whole, but a newer image has its name by now; not delivered, `drover transfers rm {name}` removes it"
+            "is whole, but not delivered: {why}; `drover transfers rm {name}` removes it"
         ))
     }
 

@@ -1,10 +1,12 @@
 //! A site that stopped at any point of a delivery recovers when it opens again.
 
+mod owners;
+
 use std::collections::HashMap;
 
 use drover_core::CompactIndex;
 use drover_store::sequences::From;
-use drover_store::{BlockMap, CatalogError};
+use drover_store::{BlockMap, CatalogError, ImageMap};
 
 use super::*;
 use crate::files;
@@ -102,7 +104,7 @@ impl Home {
         let mut transfer = sample.arrived(&dir);
         let mut blocks = BlockMap::default();
         sample.batches.iter().for_each(|b| blocks.push(&b.data));
-        let arrived = Arrived {
+        let mut arrived = Arrived {
             dir: dir.clone(),
             opening: sample.opening.clone(),
             layout: sample.layout.clone(),
@@ -111,8 +113,9 @@ impl Home {
                 digest: sample.digest,
                 added_unix: 5,
             },
+            mapped: None,
         };
-        site.save_map(&arrived).unwrap();
+        site.save_map(&mut arrived).unwrap();
         if until == Until::Closing {
             return;
         }
@@ -235,9 +238,12 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
     let new = sample("a.raw", 2, 2_500_001);
     // `arrive` opens the site before the transfer exists.
     home.arrive(&new, Until::Rename);
-    let held: Arc<Holder> = Arc::new(|name| Some(format!("{name} is mounted by lyon")));
+    let callbacks = Callbacks {
+        holder: Arc::new(|name| Some(format!("{name} is mounted by lyon"))),
+        rights: Arc::new(|_| Ok(Rights::DEFAULT)),
+    };
     for _ in 0..2 {
-        let opened = Site::open_held_by(home.config(0), home.catalog.clone(), held.clone());
+        let opened = Site::open_for(home.config(0), home.catalog.clone(), callbacks.clone());
         let (site, repairs) = opened.unwrap();
         let said = |r: &String| r.contains("mounted by lyon");
         assert_eq!(repairs.iter().filter(|r| said(r)).count(), 1, "{repairs:?}");
@@ -769,4 +775,31 @@ fn an_image_that_is_indexed_again_is_still_its_owners() {
     let again = site.index_image(&record.path, &mut |_, _| {}).unwrap();
     assert_ne!(again.id, record.id);
     assert_eq!(again.owner, Some(sample.opening.peer));
+}
+
+#[test]
+fn links_that_a_crash_left_are_removed() {
+    let home = Home::new();
+    let links = home.open().0.links_dir();
+    std::fs::create_dir_all(links.join("7")).unwrap();
+    std::fs::write(links.join("7/image.part"), "x").unwrap();
+    home.open();
+    assert!(!links.exists());
+}
+
+#[test]
+fn a_name_that_is_reserved_is_nobody_elses() {
+    let home = Home::new();
+    let (site, _) = home.open();
+    let name = ImageName::new("a.raw").unwrap();
+    let held = site.reserve_name(&name).unwrap();
+    let number = site.active.number();
+    let take = || {
+        let wait = std::time::Duration::ZERO;
+        site.active.take(&name, "a transfer", number, wait)
+    };
+    assert_eq!(take().err(), Some(crate::active::Taken::ByAnother));
+    drop(held);
+    let _taken = take().unwrap();
+    assert!(site.reserve_name(&name).is_err());
 }

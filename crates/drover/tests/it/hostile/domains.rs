@@ -91,10 +91,25 @@ fn an_image_moves_to_another_domain_and_is_matched_there() {
         done["images"][0]["matched_blocks"].as_u64().unwrap() > 200,
         "{done}"
     );
-    // Only an empty domain goes.
+    // Of the first domain nothing is told in the other, not even who sent it.
+    let moved = &run(&["images", "--domain", "b", "--json"]).ok().json();
+    let moved = moved.iter().find(|image| image["name"] == "web.img");
+    assert_eq!(moved.unwrap()["from"], "");
+    // Only an empty domain goes, which nobody can enter any more.
     run(&["domains", "rm", "b", "--yes"]).fails(3, &["b"]);
     run(&["domains", "rm", "a", "--yes"]).fails(3, &["peer a"]);
     run(&["peers", "forget", "a", "--yes"]).ok();
+    run(&["ticket", "--domain", "a"]).ok();
+    run(&["domains", "rm", "a", "--yes"]).fails(3, &["ticket --revoke"]);
+    let tickets = run(&["ticket", "--list", "--json"]).ok().json();
+    let valid = |t: &&serde_json::Value| t["domain"] == "a" && t["state"] == "valid";
+    let ticket = tickets.iter().find(valid).unwrap();
+    run(&["ticket", "--revoke", ticket["id"].as_str().unwrap()]).ok();
+    let notes = world.path("far/domains/a/images/notes.img");
+    fs::write(&notes, "the administrator's own").unwrap();
+    run(&["domains", "rm", "a", "--yes"]).fails(3, &["notes.img"]);
+    assert_eq!(fs::read(&notes).unwrap(), b"the administrator's own");
+    fs::remove_file(&notes).unwrap();
     run(&["domains", "rm", "a", "--yes"]).ok();
     let names = run(&["domains", "--json"]).ok().json();
     let names: Vec<_> = names.iter().map(|d| d["name"].as_str().unwrap()).collect();
@@ -123,5 +138,30 @@ fn a_teleporter_matches_for_each_domain_apart() {
         let done = ran.json().pop().unwrap();
         let matched = done["images"][0]["matched_blocks"].as_u64().unwrap();
         assert_eq!(matched > 200, name == "copy.img", "{tenant}: {done}");
+    }
+}
+
+#[test]
+fn a_domain_that_is_not_there_is_no_peers() {
+    let world = World::new();
+    let _site = two_tenants(&world);
+    let run = |args: &[&str]| world.run("far", args);
+    let misspelt = ["no domain is called", "domains add aa"];
+    run(&["ticket", "--domain", "aa"]).fails(3, &misspelt);
+    run(&["peers", "set", "a", "--domain", "aa"]).fails(3, &misspelt);
+    let peers = run(&["peers", "--json"]).ok().json();
+    let domains = Vec::from_iter(peers.iter().map(|peer| peer["domain"].as_str().unwrap()));
+    assert_eq!(domains, ["a", "b"]);
+    // The domain at a peer is not for this site to choose.
+    for args in [
+        &["images", "a"][..],
+        &["transfers", "a"],
+        &["transfers", "rm", "x", "--at", "a"],
+        &["verify", "x", "a"],
+        &["share", "a:x", "--with", "b"],
+        &["rm", "a:x", "--yes"],
+    ] {
+        let ran = run(&[args, &["--domain", "b"]].concat()).code(2);
+        assert!(ran.err.contains("--domain"), "{ran:?}");
     }
 }

@@ -11,7 +11,7 @@ use crate::mount::{Mounts, text};
 use crate::world::{same, signal, until, wait};
 
 /// A home that pairs with `far` under its own name, with these options of the ticket.
-fn pair(world: &World, home: &str, options: &[&str]) {
+pub fn pair(world: &World, home: &str, options: &[&str]) {
     let ticket = world.run("far", &[&["ticket", "--name", home], options].concat());
     world
         .run(home, &["pair", ticket.ok().out.trim(), "--name", "far"])
@@ -19,7 +19,7 @@ fn pair(world: &World, home: &str, options: &[&str]) {
 }
 
 /// Sends an image of a few blocks to the far site.
-fn sent(world: &World, home: &str, name: &str, seed: u64) -> std::path::PathBuf {
+pub fn sent(world: &World, home: &str, name: &str, seed: u64) -> std::path::PathBuf {
     let image = world.image(name, seed, 300);
     world.run(home, &["send", text(&image), "far"]).ok();
     image

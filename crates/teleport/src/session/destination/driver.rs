@@ -471,8 +471,11 @@ fn deliver(
         prepared.discard(site);
         return Err(TeleportError::WrongDigest { expected, found });
     }
-    // Check again: the image to be replaced may have been put in use since the first check, possibly long ago.
-    site.check_held(&transfer.opening.offer.name, "it")?;
+    // Check again: since the first check, possibly long ago, the image to be replaced may have been put in use, and the
+    // sender may have lost its right.
+    let (name, peer) = (&transfer.opening.offer.name, &transfer.opening.peer);
+    site.check_held(name, "it")?;
+    site.check_sender(peer, site.images.by_name(name).as_ref())?;
     let Prepared {
         mut transfer,
         machine,
@@ -482,7 +485,7 @@ fn deliver(
         ..
     } = prepared;
     let noted = matcher.finish();
-    let arrived = Arrived {
+    let mut arrived = Arrived {
         dir: transfer.dir.clone(),
         opening: transfer.opening.clone(),
         layout: transfer.layout.clone(),
@@ -491,8 +494,9 @@ fn deliver(
             digest: found,
             added_unix: unix_now(),
         },
+        mapped: None,
     };
-    site.save_map(&arrived)?;
+    site.save_map(&mut arrived)?;
     arrived.log(&mut transfer.log)?;
     drop(transfer);
     site.settle(&arrived)?;

@@ -77,7 +77,7 @@ impl Session {
         self.shared.stages.reset();
         let layout = self.receive_layout(&offer, frames);
         let layout = self.unless_stopped(self.unless_idle(layout)).await?;
-        if let Err(e) = self.check_owner(&offer.name) {
+        if let Err(e) = self.check_sender(&offer.name).await {
             tracing::info!(peer = self.shared.peer_name, image = %offer.name, error = %e, "image refused");
             return self.refuse(&e).await;
         }
@@ -95,17 +95,13 @@ impl Session {
         done
     }
 
-    /// Refuses to replace an image that belongs to another peer.
-    fn check_owner(&self, name: &ImageName) -> Result<(), TeleportError> {
-        let (peer, rights) = (&self.shared.peer, self.shared.rights);
-        match self.site.images.by_name(name) {
-            Some(record) if !record.may_be_changed_by(peer, rights) => {
-                let text =
-                    "an image of that name belongs to another peer; send it under another name";
-                Err(TeleportError::refused(Code::Denied, text))
-            }
-            _ => Ok(()),
-        }
+    /// Refuses an image that the peer may not deliver.
+    async fn check_sender(&self, name: &ImageName) -> Result<(), TeleportError> {
+        let (site, peer, name) = (self.site.clone(), self.shared.peer, name.clone());
+        let checked = tokio::task::spawn_blocking(move || {
+            site.check_sender(&peer, site.images.by_name(&name).as_ref())
+        });
+        checked.await.map_err(|_| stopped())?
     }
 
     /// Transfers an image. `begun` is the first batch that a comparison found to differ: in that case the offer has

@@ -105,6 +105,7 @@ pub fn prepare(
     let layout = Layout::decode(encoded_layout, layout_limits())
         .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
     check(site, &offer, &layout)?;
+    site.check_owners_quota(&shared.peer, &offer.name, layout.covered_bytes())?;
     let SessionShared {
         peer,
         peer_name,
@@ -257,15 +258,7 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
             "the offer has an unknown image format".into(),
         ));
     }
-    site.check_held(&offer.name, "it")?;
-    let taken = site.images.by_name(&offer.name).filter(|r| r.external);
-    if taken.is_some() {
-        return Err(TeleportError::refused(
-            Code::Denied,
-            "an image indexed in place there has that name; send it under another name, or remove that image there",
-        ));
-    }
-    Ok(())
+    site.check_held(&offer.name, "it")
 }
 
 fn check_room(site: &Site, bytes: u64) -> Result<(), TeleportError> {
