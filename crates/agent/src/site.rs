@@ -115,17 +115,23 @@ pub async fn open(
     let holder: Arc<Holder> = Arc::new(move |name| {
         crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
     });
-    let domain = home.domain_name().to_owned();
-    let rights: Arc<RightsOf> = Arc::new(move |key| {
-        let peer = peers.peer_by_key(key).map_err(failed)?;
-        let grant = peer.map(|peer| peer.grant).filter(|g| g.domain == domain);
-        Ok(grant.map_or(Rights::NONE, |grant| grant.rights))
-    });
-    let callbacks = Callbacks { holder, rights };
+    let callbacks = Callbacks {
+        holder,
+        rights: rights_in(home.domain_name().to_owned(), peers),
+    };
     let (site, repairs) =
         tokio::task::spawn_blocking(move || Site::open_for(config, catalog, callbacks)).await??;
     tell(&repairs);
     Ok(site)
+}
+
+/// The rights that peers have now in a domain.
+fn rights_in(domain: String, peers: Arc<SiteCatalog>) -> Arc<RightsOf> {
+    Arc::new(move |key| {
+        let peer = peers.peer_by_key(key).map_err(failed)?;
+        let grant = peer.map(|peer| peer.grant).filter(|g| g.domain == domain);
+        Ok(grant.map_or(Rights::NONE, |grant| grant.rights))
+    })
 }
 
 /// What the sessions of all domains of a site take from.
@@ -201,5 +207,29 @@ mod tests {
         assert_eq!(site(&home), ["match"; 2]);
         home.config.teleporter = None;
         assert_eq!(given(&home, None), "match");
+    }
+
+    #[test]
+    fn a_peer_has_rights_in_its_own_domain_as_long_as_it_is_one() {
+        let tmp = tempfile::tempdir().unwrap();
+        let home = Home::create(tmp.path().into()).unwrap();
+        let catalog = Arc::new(open_catalog(&home).unwrap());
+        let peer = Peer {
+            name: "lyon".into(),
+            key: PeerKey([1; 32]),
+            addresses: Vec::new(),
+            paired_unix: 0,
+            grant: Grant::default(),
+        };
+        catalog.put_peer(&peer).unwrap();
+        let rights = |domain: &str| rights_in(domain.into(), catalog.clone())(&peer.key).unwrap();
+        assert_eq!(rights("default"), Rights::DEFAULT);
+        assert_eq!(rights("acme"), Rights::NONE);
+        let moved = |grant: &mut Grant| grant.domain = "acme".into();
+        catalog.change_grant("lyon", moved).unwrap().unwrap();
+        assert_eq!(rights("default"), Rights::NONE);
+        assert_eq!(rights("acme"), Rights::DEFAULT);
+        catalog.forget_peer("lyon").unwrap().unwrap();
+        assert_eq!(rights("acme"), Rights::NONE);
     }
 }

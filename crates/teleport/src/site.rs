@@ -5,6 +5,7 @@ mod arrived;
 mod catch_up;
 mod give_way;
 mod open;
+mod records;
 mod recover;
 mod shared;
 mod sources;
@@ -19,11 +20,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{Digest, ImageName};
 use drover_index::ImageId;
-use drover_net::{Code, PeerKey, Refusal, Right, Rights};
+use drover_net::{Code, PeerKey, Refusal, Rights};
 use drover_storage::Disk;
 use drover_store::sequences::Sequences;
-use drover_store::{Catalog, ImageRecord, Images, MAX_SHARED};
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use drover_store::{Catalog, ImageRecord, Images};
+use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
 use crate::active::Active;
@@ -206,23 +207,6 @@ impl Site {
         allowed.map_err(|refusal| TeleportError::refused(refusal.code, refusal.message))
     }
 
-    /// Fails if an image of that name belongs to another peer, to whom so many bytes in its place are too many.
-    pub(crate) fn check_owners_quota(
-        &self,
-        peer: &PeerKey,
-        name: &ImageName,
-        bytes: u64,
-    ) -> Result<(), TeleportError> {
-        let owner = self.images.by_name(name).and_then(|record| record.owner);
-        let Some(owner) = owner.filter(|owner| owner != peer) else {
-            return Ok(());
-        };
-        self.check_quota(&owner, name, bytes).map_err(|_| {
-            let text = "it would take more space there than the peer may that the image belongs to";
-            TeleportError::refused(Code::NoSpace, text)
-        })
-    }
-
     /// Installs `holder`, which is called before an image is replaced or removed. Replaces the previous one.
     pub fn hold_by(&self, holder: Arc<Holder>) {
         *self.holds.write() = Some(holder);
@@ -246,30 +230,6 @@ impl Site {
         }
     }
 
-    /// Fails unless a peer may, as things are now, deliver an image in the place of `old`.
-    pub(crate) fn check_sender(
-        &self,
-        peer: &PeerKey,
-        old: Option<&ImageRecord>,
-    ) -> Result<(), TeleportError> {
-        let rights = match &self.rights {
-            Some(rights) => rights(peer)
-                .map_err(|refusal| TeleportError::refused(refusal.code, refusal.message))?,
-            None => Rights::DEFAULT,
-        };
-        let why = match old {
-            _ if !rights.has(Right::Send) => "your site may no longer send images there",
-            Some(old) if old.external => {
-                "an image indexed in place there has that name; send it under another name, or remove that image there"
-            }
-            Some(old) if !old.may_be_changed_by(peer, rights) => {
-                "an image of that name belongs to another peer; send it under another name"
-            }
-            _ => return Ok(()),
-        };
-        Err(TeleportError::refused(Code::Denied, why))
-    }
-
     fn find(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
         let found = self.images.by_name(name);
         found.ok_or_else(|| {
@@ -277,107 +237,6 @@ impl Site {
                 format!("this site has no image called {name}; `drover images` lists them");
             TeleportError::refused(Code::NotFound, message)
         })
-    }
-
-    /// Locks the records of images until the guard is dropped, and returns the one of that name. If that image `goes`, the
-    /// sequences that it shares with others are copied first, mostly before the lock is taken: it may take long.
-    fn change(&self, name: &ImageName, goes: bool) -> (MutexGuard<'_, ()>, Option<ImageRecord>) {
-        let copy = |record: &ImageRecord| self.copy_sequences_of(record.id);
-        if goes {
-            self.images.by_name(name).iter().for_each(copy);
-        }
-        let changing = self.changing.lock();
-        let record = self.images.by_name(name);
-        if goes {
-            record.iter().for_each(copy);
-        }
-        (changing, record)
-    }
-
-    /// Removes an image, and its file unless it was indexed in place. Sequences that it shares with other images are
-    /// kept.
-    ///
-    /// # Errors
-    /// When there is no such image, it is held, or its file cannot be removed.
-    pub fn remove(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
-        let record = self.find(name)?;
-        self.remove_this(&record)?;
-        Ok(record)
-    }
-
-    /// Removes an image as [`Site::remove`] does, but none that has taken its name since.
-    ///
-    /// # Errors
-    /// As [`Site::remove`]; when it was replaced or removed.
-    pub fn remove_this(&self, record: &ImageRecord) -> Result<(), TeleportError> {
-        let name = &record.name;
-        self.check_held(name, name.as_str())?;
-        let (changing, now) = self.change(name, true);
-        if now.map(|now| now.id) != Some(record.id) {
-            return Err(gone(name));
-        }
-        if !record.external {
-            match std::fs::remove_file(&record.path) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(TeleportError::file("remove", &record.path)(e));
-                }
-                _ => {}
-            }
-        }
-        self.images.remove(name)?;
-        drop(changing);
-        self.sequences.drop_image(record.id);
-        self.tell(record.id, ImageEvent::Forget);
-        self.images_went.store(true, Ordering::Relaxed);
-        self.wake_copier();
-        Ok(())
-    }
-
-    /// Lets a peer replace an image and write to it, or no longer; also one that has replaced it since, if it has the same
-    /// owner.
-    ///
-    /// # Errors
-    /// When there is no such image, it is shared with too many, or the catalog fails.
-    pub fn share(
-        &self,
-        image: &ImageRecord,
-        peer: PeerKey,
-        share: bool,
-    ) -> Result<(), TeleportError> {
-        let name = &image.name;
-        let _changing = self.changing.lock();
-        let mut record = self.find(name)?;
-        if record.owner != image.owner {
-            return Err(gone(name));
-        }
-        record.shared.retain(|key| *key != peer);
-        if share {
-            record.shared.push(peer);
-        }
-        if record.shared.len() > MAX_SHARED {
-            let text = format!("{name} is shared with {MAX_SHARED} peers already");
-            return Err(TeleportError::refused(Code::Denied, text));
-        }
-        self.images.put(&record)?;
-        Ok(())
-    }
-
-    /// Takes away what was shared with peers for which `keep` is false; returns from how many images.
-    ///
-    /// # Errors
-    /// When the catalog fails.
-    pub fn share_only(&self, keep: &dyn Fn(&PeerKey) -> bool) -> Result<usize, TeleportError> {
-        let _changing = self.changing.lock();
-        let mut changed = 0;
-        for mut record in self.images.list() {
-            let before = record.shared.len();
-            record.shared.retain(keep);
-            if record.shared.len() < before {
-                self.images.put(&record)?;
-                changed += 1;
-            }
-        }
-        Ok(changed)
     }
 
     /// All images, sorted by name.
@@ -421,11 +280,6 @@ impl Site {
         }
         Ok(())
     }
-}
-
-fn gone(name: &ImageName) -> TeleportError {
-    let text = format!("{name} was replaced or removed meanwhile");
-    TeleportError::refused(Code::Denied, text)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use drover_index::ImageId;
+use drover_net::Code;
 use drover_storage::make_private_dir;
 
 use super::Site;
@@ -18,7 +19,7 @@ use crate::transfers::is_removed;
 
 impl Site {
     /// Gives files that were complete when the site stopped their names, unless that would replace a newer image or
-    /// one that is held.
+    /// one that is held, or their senders may no longer deliver them.
     pub(super) fn recover(&self, mut whole: Vec<Arrived>, repairs: &mut Vec<String>) {
         // Files that already have their names first, before another takes the name; then oldest to newest, so that
         // the newest wins.
@@ -41,7 +42,10 @@ impl Site {
             return self.give_up_name(arrived, "a newer image has its name by now");
         }
         let may = self.check_sender(peer, self.images.by_name(name).as_ref());
-        if waits && let Err(e) = may {
+        if waits
+            && let Err(e) = may
+            && e.refusal() == Some(Code::Denied)
+        {
             return self.give_up_name(arrived, &e.to_string());
         }
         let held = self.why_held(name);

@@ -5,6 +5,7 @@ mod owners;
 use std::collections::HashMap;
 
 use drover_core::CompactIndex;
+use drover_net::Right;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, CatalogError, ImageMap};
 
