@@ -236,6 +236,20 @@ pub(crate) fn refusal_of(e: Error) -> Refusal {
     Refusal::new(code.unwrap_or(Code::Denied), one_line(&e))
 }
 
+/// The same for a peer: a failure may name files of the site and its other peers, so only the log tells it.
+pub(crate) fn for_peer(refusal: Refusal) -> Refusal {
+    let message = match refusal.code {
+        Code::NoSpace => "the disk of the site is full",
+        Code::Failed | Code::Io | Code::Corrupt => "it failed at the site, whose log says why",
+        _ => return refusal,
+    };
+    tracing::warn!("{}", clean(&refusal.message));
+    Refusal {
+        message: message.into(),
+        ..refusal
+    }
+}
+
 /// Adds to an error what was being done.
 pub(crate) trait Context<T> {
     /// Adds `what`.

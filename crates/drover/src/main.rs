@@ -149,6 +149,10 @@ fn run(cli: Cli) -> Result<()> {
     }
 }
 
+/// Upper bound on threads for blocking work: more than the data connections of all peers of a site, each of which may
+/// have one for as long as its session lasts.
+const MAX_BLOCKING_THREADS: usize = 4096;
+
 /// Runs an asynchronous command.
 fn wait<T, E>(command: impl Future<Output = Result<T, E>>) -> Result<T>
 where
@@ -156,6 +160,7 @@ where
 {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
+        .max_blocking_threads(MAX_BLOCKING_THREADS)
         .build()
         .context("cannot start the async runtime")?;
     let out = runtime.block_on(command);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use drover_net::{Frame, FrameReader, FrameWriter, KeepAlive, Role, read_hello};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
 
@@ -33,21 +33,34 @@ pub fn read_frames_after(
             return;
         }
         loop {
-            let next = match reader.next().await {
+            let next = tokio::select! {
+                next = reader.next() => next,
+                () = to.closed() => break,
+            };
+            let next = match next {
                 Ok(Some(frame)) => Ok(frame),
                 Ok(None) => return,
                 Err(e) => Err(e.into()),
             };
             let last = next.is_err();
-            // The receiver may be gone. Keep reading and discarding, so that the socket is not reset before the peer
-            // has our last writes.
-            let _ = to.send(next).await;
+            let gone = to.send(next).await.is_err();
             if last {
                 return;
             }
+            if gone {
+                break;
+            }
         }
+        drain(&mut reader).await;
     });
     from
+}
+
+/// Reads and discards until the peer hangs up, within [`CLOSE_LIMIT`]: so the socket is not reset before the peer has our
+/// last writes.
+pub async fn drain(reader: &mut FrameReader) {
+    let end = async { while let Ok(Some(_)) = reader.next().await {} };
+    let _ = tokio::time::timeout(CLOSE_LIMIT, end).await;
 }
 
 /// Writes frames to a connection until the channel is closed, then shuts it down in order.
@@ -82,6 +95,13 @@ pub fn write_frames(
         Ok(())
     });
     (to, task)
+}
+
+/// Returns once the flag is true. Cancel safe.
+pub async fn wait_true(mut flag: watch::Receiver<bool>) {
+    if flag.wait_for(|s| *s).await.is_err() {
+        std::future::pending::<()>().await;
+    }
 }
 
 /// The size of a frame before encryption, in bytes.

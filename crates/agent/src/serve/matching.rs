@@ -4,15 +4,14 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
-use drover_net::{Code, DEFAULT_DOMAIN, Refusal, Right};
+use drover_net::{DEFAULT_DOMAIN, Right};
 use drover_teleport::serve_teleporter;
 use drover_teleport::services::{BeginMatching, BeginMatchingFor};
 
 use super::matchers::{InUse, Matchers};
 use super::server::Server;
 use super::sessions::counted;
-use crate::error::{Result, one_line};
-use crate::signals::stopped;
+use crate::error::{Result, for_peer, refusal_of};
 
 /// The matching service, with a separate matcher per site and domain: by [`BeginMatching`], or by [`BeginMatchingFor`].
 pub struct Matching<R>(pub Arc<Server>, pub Arc<Matchers>, pub PhantomData<fn(R)>);
@@ -49,10 +48,7 @@ impl<R: OfDomain> Service for Matching<R> {
             let request: R = call.request()?;
             let matcher = match self.1.of(peer.key, request.domain()).await {
                 Ok(matcher) => matcher,
-                Err(e) => {
-                    let refusal = Refusal::new(Code::Failed, one_line(&e));
-                    return Ok(call.refuse(&refusal).await?);
-                }
+                Err(e) => return Ok(call.refuse(&for_peer(refusal_of(e))).await?),
             };
             tracing::info!("matching for it");
             let what = format!("matching for {}", peer.name);
@@ -62,11 +58,8 @@ impl<R: OfDomain> Service for Matching<R> {
 }
 
 async fn matching(matcher: InUse, call: IncomingCall) -> Result<()> {
-    let mut stop = call.stop.clone();
-    let ended = tokio::select! {
-        ended = serve_teleporter(call, matcher.shared()) => ended,
-        () = stopped(&mut stop) => Ok(()),
-    };
+    let ends_idle = |idle| matcher.ends_idle(idle);
+    let ended = serve_teleporter(call, matcher.shared(), ends_idle).await;
     matcher.done().await?;
     Ok(ended?)
 }

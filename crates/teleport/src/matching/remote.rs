@@ -1,5 +1,7 @@
 //! A remote teleporter: the same events and answers as in a site, over a connection.
 
+use std::time::{Duration, Instant};
+
 use drover_index::Probe;
 use drover_net::service::{self, IncomingCall, read_reply};
 use drover_net::{
@@ -10,7 +12,7 @@ use drover_net::{
 use super::link::{LocalTeleporter, RemoteLink, handle};
 use super::wire::{decode_event, encode_answer};
 use crate::TeleportError;
-use crate::frames::{read_frames, write_frames};
+use crate::frames::{read_frames, wait_true, write_frames};
 use crate::protocol::{MAX_SESSION_FRAME, kind};
 use crate::services::{BeginMatching, BeginMatchingFor};
 use crate::teleporter::{Answer, Event, ImageEvent};
@@ -62,14 +64,19 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
     })
 }
 
-/// Serves one connection of a destination that called [`BeginMatching`] or [`BeginMatchingFor`]. When it ends, images still in transit on it
-/// are aborted.
+/// Interval at which an idle connection asks whether it is to end.
+const IDLE_LOOK: Duration = Duration::from_secs(1);
+
+/// Serves one connection of a destination that called [`BeginMatching`] or [`BeginMatchingFor`], until the destination
+/// hangs up, the call is stopped, or `ends_idle` returns true: it is called now and then with the time since the last
+/// request. Images still in transit on the connection are aborted then.
 ///
 /// # Errors
 /// When the connection breaks or the destination violates the protocol.
 pub async fn serve_teleporter(
     mut call: IncomingCall,
     teleporter: LocalTeleporter,
+    ends_idle: impl Fn(Duration) -> bool,
 ) -> Result<(), TeleportError> {
     call.reader.set_max_frame(MAX_SESSION_FRAME);
     KeepAlive::default().apply(&mut call.reader, &mut call.writer);
@@ -78,8 +85,19 @@ pub async fn serve_teleporter(
     let mut frames = read_frames(call.reader);
     let mut begun = Vec::new();
     let mut probe = Probe::default();
+    let mut last = Instant::now();
     let result = loop {
-        let frame = match frames.recv().await {
+        let frame = tokio::select! {
+            frame = frames.recv() => frame,
+            () = wait_true(call.stop.clone()) => break Ok(()),
+            () = tokio::time::sleep(IDLE_LOOK) => match ends_idle(last.elapsed()) {
+                true => break Err(TeleportError::Failed(
+                    "the destination was idle while others waited".into(),
+                )),
+                false => continue,
+            },
+        };
+        let frame = match frame {
             None => break Ok(()),
             Some(Err(e)) => break Err(e),
             Some(Ok(frame)) => frame,
@@ -122,12 +140,21 @@ pub async fn serve_teleporter(
             }
         };
         let frame = Frame::new(kind::PLAN, encode_answer(&answer));
-        if to.send(frame).await.is_err() {
+        // One that does not read answers is no better than one that asks nothing.
+        let sent = tokio::select! {
+            sent = to.send(frame) => sent.is_ok(),
+            () = wait_true(call.stop.clone()) => false,
+        };
+        if !sent {
             break Ok(());
         }
+        last = Instant::now();
     };
-    for image in begun {
-        let _ = handle(&teleporter, Event::Image(image, ImageEvent::Abort));
-    }
+    let aborted = tokio::task::spawn_blocking(move || {
+        for image in begun {
+            let _ = handle(&teleporter, Event::Image(image, ImageEvent::Abort));
+        }
+    });
+    let _ = aborted.await;
     result
 }

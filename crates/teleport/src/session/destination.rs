@@ -38,7 +38,9 @@ struct Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.site.sessions.lock().remove(&self.id);
+        if let Some(shared) = self.site.sessions.lock().remove(&self.id) {
+            shared.ended.send_replace(true);
+        }
     }
 }
 
@@ -99,6 +101,7 @@ impl Site {
             stop,
         };
         let result = session.run(&mut frames).await;
+        opened.ended.send_replace(true);
         drop(session);
         // The last reply must arrive before the socket is closed.
         let _ = tokio::time::timeout(CLOSE_LIMIT, async {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use drover_net::{Frame, Peer, PeerKey};
 use parking_lot::RwLock;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::activity::Activity;
 use super::literals_in::Incoming;
@@ -25,6 +25,8 @@ pub struct SessionShared {
     pub stages: Arc<DestinationStages>,
     /// Receives the frames of the first data connection that are not literals.
     pub frames: mpsc::Sender<Frame>,
+    /// True once the session has ended, and with it its data connections.
+    pub ended: watch::Sender<bool>,
     /// Tells whether anything moves.
     pub activity: Arc<Activity>,
 }
@@ -49,6 +51,7 @@ impl SessionShared {
             progress: RwLock::default(),
             stages: Arc::default(),
             frames,
+            ended: watch::Sender::new(false),
             activity: Arc::default(),
         }
     }

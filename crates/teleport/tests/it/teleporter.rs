@@ -109,7 +109,7 @@ pub async fn three_with(sequence_data_bytes: u64) -> Three {
     let (identity, address) = listen(move |call| {
         let shared = shared.clone();
         async move {
-            let _ = serve_teleporter(call, shared).await;
+            let _ = serve_teleporter(call, shared, |_| false).await;
         }
     })
     .await;
@@ -466,4 +466,32 @@ async fn a_dry_run_asks_the_lone_teleporter() {
     link.up.send_replace(false);
     let error = dry(&b).await.unwrap_err().to_string();
     assert!(error.contains("without an estimate"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_destination_that_asks_nothing_makes_room_for_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let teleporter = open_teleporter(dir.path(), 1 << 20, &mut Vec::new()).unwrap();
+    let (tell, mut ended) = tokio::sync::mpsc::channel(1);
+    let (identity, address) = listen(move |call| {
+        let (teleporter, tell) = (teleporter.clone(), tell.clone());
+        async move {
+            let max = Duration::from_secs(2);
+            let end = serve_teleporter(call, teleporter, |idle| idle >= max).await;
+            tell.send(end).await.unwrap();
+        }
+    })
+    .await;
+    let mut link = connect(&remote(&identity, &address)).await.unwrap();
+    // One that asks now and then stays.
+    let ask = || Frame::new(kind::MATCH, encode_event(&Event::List));
+    for _ in 0..4 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        link.to.send(ask()).await.unwrap();
+        link.from.recv().await.unwrap().unwrap();
+    }
+    let end = tokio::time::timeout(Duration::from_secs(10), ended.recv()).await;
+    let end = end.unwrap().unwrap().unwrap_err();
+    assert!(end.to_string().contains("while others waited"), "{end}");
+    assert!(link.from.recv().await.is_none(), "it hung up");
 }

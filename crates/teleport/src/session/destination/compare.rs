@@ -11,13 +11,14 @@ use drover_net::{decode, encode};
 use drover_store::{BlockMap, ImageRecord, OpenImage};
 use tokio::sync::watch;
 
-use super::control::{Frames, Session, stopped, wait_true};
+use super::control::{Frames, Session, stopped};
 use super::prepare::taken_over;
 use crate::TeleportError;
 use crate::active::Hold;
 use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
 use crate::files::{copy_spans, digest_in_place, remove_dir, spans_of};
+use crate::frames::wait_true;
 use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, kind};
 use crate::session::SessionShared;
 use crate::site::Site;

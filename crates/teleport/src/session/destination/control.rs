@@ -7,6 +7,7 @@ use drover_net::{Code, Frame, Refusal, encode};
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
+use crate::frames::wait_true;
 use crate::protocol::kind;
 use crate::session::SessionShared;
 use crate::site::Site;
@@ -130,10 +131,4 @@ pub fn idle(after: Duration, why: &str) -> TeleportError {
 
 pub fn stopped() -> TeleportError {
     TeleportError::Failed("the site stopped".into())
-}
-
-pub async fn wait_true(mut flag: watch::Receiver<bool>) {
-    if flag.wait_for(|s| *s).await.is_err() {
-        std::future::pending::<()>().await;
-    }
 }

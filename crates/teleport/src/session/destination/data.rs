@@ -1,17 +1,17 @@
 //! The data connections of a session at the destination.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
-use drover_net::{Code, Frame, KeepAlive, Refusal, Right, until};
+use drover_net::{Code, Frame, FrameReader, KeepAlive, Refusal, Right, until};
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
 use crate::TeleportError;
 use crate::codec::Literal;
-use crate::frames::{frame_bytes, write_frames};
+use crate::frames::{drain, frame_bytes, wait_true, write_frames};
 use crate::protocol::{MAX_BATCH_FRAME, MAX_DATA_CONNECTIONS, MAX_SESSION_FRAME, kind};
 use crate::services::JoinSession;
 use crate::session::SessionShared;
@@ -61,58 +61,84 @@ impl Site {
     ) -> Result<(), TeleportError> {
         let JoinSession { session } = call.request()?;
         let shared = self.find_session(session).await;
-        let shared = shared.filter(|s| {
-            s.is_of(&peer.key)
-                && s.connections.load(Ordering::Relaxed) < u64::from(MAX_DATA_CONNECTIONS)
-        });
-        let Some(shared) = shared else {
+        let joined = shared.filter(|s| s.is_of(&peer.key)).and_then(Joined::to);
+        let Some(joined) = joined else {
             let refusal = Refusal::new(Code::Denied, "no such session");
             return Ok(call.refuse(&refusal).await?);
         };
-        shared.connections.fetch_add(1, Ordering::Relaxed);
+        let shared = &joined.0;
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         call.accept::<JoinSession>(&()).await?;
         let IncomingCall {
-            mut reader, writer, ..
+            mut reader,
+            writer,
+            stop,
+            ..
         } = call;
         let (out, _) = write_frames(writer);
         let (to, from) = mpsc::channel(LITERAL_QUEUE);
         let worker = shared.clone();
         let worker = tokio::task::spawn_blocking(move || unpack_literals(from, &worker, &out));
-        let stage = &shared.stages.receive;
-        let result = loop {
-            let next = stage.at_socket(reader.next()).await;
-            let mut lap = Lap::start();
-            if let Ok(Some(frame)) = &next {
-                shared.activity.touch();
-                stage.add_bytes(frame_bytes(frame.payload.len()));
-            }
-            match next {
-                // They are queued before their image is accepted.
-                Ok(Some(frame))
-                    if matches!(frame.kind, kind::BATCH | kind::END)
-                        && frame.payload.len() > MAX_BATCH_FRAME =>
-                {
-                    break Err(TeleportError::Protocol("a batch that is too large".into()));
-                }
-                Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
-                    let _ = shared.frames.send(frame).await;
-                }
-                Ok(Some(frame)) => {
-                    if to.send(frame).await.is_err() {
-                        break Ok(());
-                    }
-                }
-                Ok(None) => break Ok(()),
-                Err(e) => break Err(e.into()),
-            }
-            lap.wait(stage);
+        // Whatever the peer does: nothing outlives the session, or the right to it.
+        let received = tokio::select! {
+            received = receive(shared, &mut reader, &to) => received,
+            () = wait_true(shared.ended.subscribe()) => Ok(()),
+            () = wait_true(stop) => Ok(()),
         };
         drop(to);
         let _ = worker.await;
-        shared.connections.fetch_sub(1, Ordering::Relaxed);
-        result
+        drop(joined);
+        if received.is_ok() {
+            drain(&mut reader).await;
+        }
+        received
+    }
+}
+
+/// A data connection's place in its session, until it is dropped.
+struct Joined(Arc<SessionShared>);
+
+impl Joined {
+    /// A place, unless all are taken.
+    fn to(session: Arc<SessionShared>) -> Option<Joined> {
+        let more = |now| (now < u64::from(MAX_DATA_CONNECTIONS)).then_some(now + 1);
+        let joined = session.connections.fetch_update(Relaxed, Relaxed, more);
+        joined.is_ok().then_some(Joined(session))
+    }
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Relaxed);
+    }
+}
+
+/// Passes on what a data connection brings: literals to `literals`, everything else to the session.
+async fn receive(
+    shared: &SessionShared,
+    reader: &mut FrameReader,
+    literals: &mpsc::Sender<Frame>,
+) -> Result<(), TeleportError> {
+    let stage = &shared.stages.receive;
+    loop {
+        let Some(frame) = stage.at_socket(reader.next()).await? else {
+            return Ok(());
+        };
+        let mut lap = Lap::start();
+        shared.activity.touch();
+        stage.add_bytes(frame_bytes(frame.payload.len()));
+        if !matches!(frame.kind, kind::BATCH | kind::END) {
+            if literals.send(frame).await.is_err() {
+                return Ok(());
+            }
+        } else if frame.payload.len() > MAX_BATCH_FRAME {
+            // They are queued before their image is accepted.
+            return Err(TeleportError::Protocol("a batch that is too large".into()));
+        } else {
+            let _ = shared.frames.send(frame).await;
+        }
+        lap.wait(stage);
     }
 }
 

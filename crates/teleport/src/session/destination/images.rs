@@ -10,12 +10,13 @@ use drover_store::layout_limits;
 use tokio::sync::mpsc;
 
 use super::compare::Compared;
-use super::control::{Frames, Session, idle, stopped, wait_true};
+use super::control::{Frames, Session, idle, stopped};
 use super::event::DriverEvent;
 use super::{driver, prepare};
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::Event;
+use crate::frames::wait_true;
 use crate::protocol::{Accept, End, GiveUp, LAYOUT_PART_BYTES, Offer, kind};
 use crate::session::shared::Progress;
 

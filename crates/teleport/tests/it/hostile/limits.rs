@@ -1,6 +1,7 @@
 //! Peers that take more than their share: of sessions, and of memory.
 
 use drover_store::layout_limits;
+use drover_teleport::protocol::MAX_DATA_CONNECTIONS;
 use drover_teleport::{MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, SiteConfig, Supplies};
 
 use super::*;
@@ -155,4 +156,53 @@ async fn layouts_are_decoded_only_while_there_is_memory_for_them() {
     let mut next = waiting.remove(0);
     let answer = next.reader.next().await.unwrap().unwrap();
     assert_eq!(answer.kind, kind::ACCEPT);
+}
+
+/// However much a source keeps them alive: they end with their session, and take no thread after it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn data_connections_end_with_their_session() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = limited(dir.path(), 4, Duration::from_secs(600)).await;
+    let identity = Identity::generate();
+    let (mut raw, session) = Raw::session(&there, &identity).await;
+    let join = || Raw::dial(&there, &identity, JoinSession { session });
+    let mut joined = Vec::new();
+    for _ in 0..MAX_DATA_CONNECTIONS {
+        let mut data = join().await;
+        let reply = data.reader.next().await.unwrap().unwrap();
+        reply_in::<JoinSession>(&reply, "there").unwrap();
+        joined.push(data);
+    }
+    let reply = join().await.reader.next().await.unwrap().unwrap();
+    assert!(reply_in::<JoinSession>(&reply, "there").is_err());
+    raw.say(kind::GOODBYE, &[]).await;
+    for data in &mut joined {
+        let end = async {
+            loop {
+                tokio::select! {
+                    frame = data.reader.next() => match frame.unwrap() {
+                        Some(_) => {}
+                        None => return,
+                    },
+                    () = tokio::time::sleep(Duration::from_millis(50)) => {
+                        data.writer.ping().await.unwrap();
+                    }
+                }
+            }
+        };
+        let ended = tokio::time::timeout(Duration::from_secs(8), end).await;
+        assert!(ended.is_ok(), "it outlived its session");
+    }
+    // Nor do they stay half open.
+    let all = [raw].into_iter().chain(joined);
+    for mut connection in all {
+        let closed = async {
+            while connection.writer.ping().await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(40), closed)
+            .await
+            .unwrap();
+    }
 }
