@@ -11,7 +11,7 @@
 //! - `matchers`: the per-site state of a standalone teleporter.
 //! - `recovery`: finishes merges that a crash interrupted.
 //! - `trust`: the calls of peers, and the rights they were made by; `enforce`: ends what lives by a right that was taken
-//!   away.
+//!   away; `taken`: within a domain.
 //! - `http`: the metrics endpoint.
 
 mod admission;
@@ -36,6 +36,7 @@ mod services;
 mod sessions;
 mod status;
 mod strangers;
+mod taken;
 mod transfers;
 mod trust;
 

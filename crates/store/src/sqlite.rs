@@ -130,13 +130,15 @@ impl SiteCatalog {
         })
     }
 
-    /// A number that changes when another process has changed the catalog.
+    /// Numbers that change when the catalog has changed, by this process or another.
     ///
     /// # Errors
     /// When the database cannot be read.
-    pub fn version(&self) -> Result<i64> {
+    pub fn version(&self) -> Result<(i64, u64)> {
         self.read("looking for changes", |c| {
-            Ok(c.pragma_query_value(None, "data_version", |r| r.get(0))?)
+            // It counts commits of other connections; those of this one change rows.
+            let others: i64 = c.pragma_query_value(None, "data_version", |r| r.get(0))?;
+            Ok((others, c.total_changes()))
         })
     }
 

@@ -15,7 +15,6 @@ use drover_teleport::{Site, Supplies};
 use parking_lot::Mutex;
 
 use super::recovery::Recovery;
-use super::trust::take_away;
 use crate::changes::Here;
 use crate::error::{Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
@@ -204,8 +203,7 @@ impl Domains {
         let domain = opened.await.map_err(refusal_of)?;
         let recovery = Recovery::begin(domain.here(identity.key()));
         // What was taken away while it was closed.
-        let own = identity.key();
-        let taken = take_away(peers, own, name, &domain.site, &domain.devices).await;
+        let taken = domain.take_away(peers, identity.key()).await;
         taken.map_err(refusal_of)?;
         let opened = Opened {
             domain,

@@ -17,7 +17,7 @@ use super::server::OfSite;
 use crate::changes;
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
-use crate::mounts::{break_at, why_held};
+use crate::mounts::why_held;
 
 /// Images per message of a list.
 const IMAGES_AT_ONCE: usize = 256;
@@ -106,9 +106,7 @@ impl Handler<ShareImage> for OfSite {
         let leased = self.domain.devices.leased(&name).map_err(failed)?;
         let holder = leased.and_then(|leased| leased.holder);
         if !share && holder.is_some_and(|holder| holder.peer == other.0) {
-            break_at(&self.domain.devices, &name)
-                .await
-                .map_err(failed)?;
+            self.domain.break_lease(&name).await.map_err(failed)?;
         }
         Ok(())
     }

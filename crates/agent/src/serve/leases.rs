@@ -7,8 +7,7 @@ use drover_net::service::{Exchange, Handler, Peer};
 
 use super::server::OfSite;
 use crate::error::failed;
-use crate::home::CleanUp;
-use crate::mounts::{BreakLease, Broken, Held, ListLeases, break_at, leases_of};
+use crate::mounts::{BreakLease, Broken, Held, ListLeases, leases_of};
 
 impl Handler<ListLeases> for OfSite {
     async fn handle(
@@ -30,12 +29,6 @@ impl Handler<BreakLease> for OfSite {
         BreakLease { name }: BreakLease,
         _: &mut Exchange<'_, BreakLease>,
     ) -> Result<Broken, Refusal> {
-        let mut room = CleanUp::of(&self.domain.home);
-        let broken = room
-            .run_async(|| break_at(&self.domain.devices, &name))
-            .await;
-        let freed = tokio::task::spawn_blocking(move || drop(room)).await;
-        freed.map_err(failed)?;
-        broken.map_err(failed)
+        self.domain.break_lease(&name).await.map_err(failed)
     }
 }

@@ -3,17 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use drover_core::ImageName;
-use drover_mount::server::Server as DeviceServer;
 use drover_net::{Peer, PeerKey, Right, Rights};
 use drover_store::SiteCatalog;
-use drover_teleport::Site;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::error::{Result, one_line};
-use crate::mounts::break_at;
-use crate::text::count;
+use crate::error::Result;
 
 /// The calls that are being served, by number.
 #[derive(Default)]
@@ -31,6 +26,8 @@ struct Call {
     peer: PeerKey,
     domain: String,
     right: Right,
+    /// Whether it may change what others own.
+    admin: bool,
     stop: watch::Sender<bool>,
 }
 
@@ -50,16 +47,18 @@ impl Trust {
     /// Registers a call that a peer makes by a right. The receiver becomes true when it is to stop.
     pub fn enter(&self, peer: &Peer, right: Right) -> (Trusted<'_>, watch::Receiver<bool>) {
         let mut calls = self.0.lock();
-        let (peer, domain) = (peer.key, peer.domain.clone());
+        let (key, domain) = (peer.key, peer.domain.clone());
+        let admin = peer.rights.has(Right::Admin);
         let number = calls.next;
         calls.next += 1;
         let (stop, stopped) = watch::channel(calls.stopping);
         calls.open.insert(
             number,
             Call {
-                peer,
+                peer: key,
                 domain,
                 right,
+                admin,
                 stop,
             },
         );
@@ -87,7 +86,10 @@ impl Trust {
     /// Stops the calls of a peer for which it no longer has the right, or in another domain; returns how many.
     pub fn keep(&self, peer: PeerKey, rights: Rights, domain: &str) -> usize {
         let calls = self.0.lock();
-        let keeps = |call: &Call| rights.has(call.right) && call.domain == domain;
+        let keeps = |call: &Call| {
+            let admin = !call.admin || rights.has(Right::Admin);
+            admin && rights.has(call.right) && call.domain == domain
+        };
         let lost = |call: &&Call| call.peer == peer && !keeps(call);
         let lost = calls.open.values().filter(lost);
         lost.inspect(|call| {
@@ -95,57 +97,6 @@ impl Trust {
         })
         .count()
     }
-}
-
-/// Takes away what peers have in a domain that they may no longer have: write leases, and images that are shared with them.
-pub async fn take_away(
-    peers: &Arc<SiteCatalog>,
-    own: PeerKey,
-    domain: &str,
-    site: &Arc<Site>,
-    devices: &Arc<DeviceServer>,
-) -> Result<()> {
-    let (listed, site, of) = (Arc::clone(peers), Arc::clone(site), domain.to_owned());
-    let end_shares = move || -> Result<usize> {
-        let peers = listed.peers()?.into_iter();
-        let here = peers.filter(|peer| peer.grant.domain == of);
-        let here: HashSet<PeerKey> = here.map(|peer| peer.key).collect();
-        Ok(site.share_only(&|key| here.contains(key))?)
-    };
-    match tokio::task::spawn_blocking(end_shares).await? {
-        Ok(0) => {}
-        Ok(images) => {
-            let images = count(images, "image");
-            tracing::info!(domain, "{images} no longer shared: the peer left");
-        }
-        // On a full disk, for example. What left cannot use it, and the next time it is tried again.
-        Err(e) => tracing::warn!(domain, "{}", one_line(&e)),
-    }
-    break_leases(peers, own, domain, devices).await
-}
-
-/// Breaks the leases of peers that may no longer write in a domain.
-async fn break_leases(
-    peers: &Arc<SiteCatalog>,
-    own: PeerKey,
-    domain: &str,
-    devices: &Arc<DeviceServer>,
-) -> Result<()> {
-    let listed = Arc::clone(devices);
-    let leases = tokio::task::spawn_blocking(move || listed.leases()).await??;
-    for leased in leases {
-        let (Some(holder), Ok(name)) = (leased.holder, ImageName::new(leased.image)) else {
-            continue;
-        };
-        let key = PeerKey(holder.peer);
-        let (rights, its) = rights_now(peers, key).await?;
-        if key == own || its == domain && rights.has(Right::Write) {
-            continue;
-        }
-        break_at(devices, &name).await?;
-        tracing::info!(image = %name, peer = key.short(), "broke the write lease of a peer that may no longer write");
-    }
-    Ok(())
 }
 
 /// The rights of a key, and its domain.
@@ -185,5 +136,21 @@ mod tests {
         assert!(*other.borrow());
         assert!(*trust.enter(&b, Right::Send).1.borrow(), "a call to come");
         assert_eq!(trust.0.lock().open.len(), 2, "who has left is forgotten");
+    }
+
+    #[test]
+    fn a_call_by_which_an_admin_changes_what_others_own_ends_with_that_right() {
+        let trust = Trust::default();
+        let (send, admin) = (Rights::of(&[Right::Send]), &[Right::Send, Right::Admin]);
+        let peer = Peer {
+            key: PeerKey([1; 32]),
+            name: "a peer".into(),
+            rights: Rights::of(admin),
+            domain: "default".into(),
+        };
+        let (_call, call) = trust.enter(&peer, Right::Send);
+        assert_eq!(trust.keep(peer.key, peer.rights, "default"), 0);
+        assert_eq!(trust.keep(peer.key, send, "default"), 1);
+        assert!(*call.borrow());
     }
 }

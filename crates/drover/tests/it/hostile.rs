@@ -3,8 +3,10 @@
 mod files;
 
 mod domains;
+mod matching;
 mod ownership;
 mod quota;
+mod revoked;
 mod rights;
 mod sharing;
 

@@ -139,6 +139,21 @@ fn an_image_replaces_the_one_of_its_name_and_numbers_never_come_back() {
 }
 
 #[test]
+fn every_change_is_noticed_whoever_made_it() {
+    let dir = TempDir::new().unwrap();
+    let (own, other) = (open(dir.path()), open(dir.path()));
+    let (mut seen, versions) = (own.version().unwrap(), || own.version().unwrap());
+    for (n, catalog) in [&own, &other, &own].into_iter().enumerate() {
+        let name = format!("peer{n}");
+        catalog.put_peer(&peer(&name, n as u8)).unwrap();
+        assert_ne!(versions(), seen, "{name}");
+        seen = versions();
+        other.peers().unwrap();
+        assert_eq!(versions(), seen, "reading is no change");
+    }
+}
+
+#[test]
 fn a_ticket_is_good_once() {
     let tmp = TempDir::new().unwrap();
     let catalog = open(tmp.path());

@@ -176,8 +176,10 @@ fn a_right_that_is_taken_away_ends_what_lives_by_it() {
         };
         assert_eq!(leases()[0]["writer"]["peer"], "web");
         world.run("far", &["peers", "forget", "web", "--yes"]).ok();
-        // Until the connection ends: with a refusal, or without.
-        while let Ok(Some(_)) = reader.next().await {}
+        // Until the connection ends: with a refusal, or without. Not because this end has waited for too long.
+        let end = async { while let Ok(Some(_)) = reader.next().await {} };
+        let ended = tokio::time::timeout(Duration::from_secs(10), end).await;
+        assert!(ended.is_ok(), "the site serves it on");
         until("the lease is broken", || {
             let leases = leases();
             leases.iter().all(|lease| lease["writer"].is_null())
