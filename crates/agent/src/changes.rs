@@ -19,6 +19,7 @@ use drover_store::changes::{self, Changes};
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
+use crate::audit::{Audited, Event, Record};
 use crate::error::Result;
 use crate::home::Home;
 use crate::mounts::{self, Writer};
@@ -112,6 +113,32 @@ request!(DropChanges: "change.drop", Write, () => Dropped);
 
 request!(Order: "change.merge", Write, Progress => Merged);
 
+impl Audited for DropChanges {
+    fn told(&self, reply: Option<&Dropped>) -> Option<Record> {
+        let record = Record::new(Event::ChangesDropped).image(&self.name);
+        match reply {
+            Some(dropped) if !dropped.dropped => None,
+            Some(dropped) => Some(record.bytes(dropped.changed_bytes)),
+            None => Some(record),
+        }
+    }
+}
+
+impl Audited for Order {
+    fn told(&self, reply: Option<&Merged>) -> Option<Record> {
+        let record = Record::new(Event::Merged).image(&self.name);
+        let record = match &self.rename {
+            Some(rename) => record.detail(format!("into {rename}")),
+            None => record,
+        };
+        match reply {
+            Some(merged) if !merged.merged => None,
+            Some(merged) => Some(record.bytes(merged.changed_bytes)),
+            None => Some(record),
+        }
+    }
+}
+
 /// The changes of all images, read from disk.
 ///
 /// # Errors
@@ -160,11 +187,11 @@ pub async fn ask_to_drop(
     name: &ImageName,
     earlier: bool,
 ) -> Result<Dropped> {
+    let request = DropChanges {
+        name: name.clone(),
+        earlier,
+    };
     if let Some(call) = Call::at(home, peer).await? {
-        let request = DropChanges {
-            name: name.clone(),
-            earlier,
-        };
         let dropped = call.ask(&request, |()| {}).await;
         return dropped.map_err(|e| e.about_image(peer, name));
     }
@@ -175,7 +202,9 @@ pub async fn ask_to_drop(
     let name = name.clone();
     let dropped = tokio::task::spawn_blocking(move || drop_at(&server, &name, earlier)).await?;
     own.close().await?;
-    dropped
+    let dropped = dropped?;
+    home.audit().done(home.domain_name(), &request, &dropped);
+    Ok(dropped)
 }
 
 impl ImageChanges {
@@ -216,7 +245,7 @@ pub async fn ask_to_merge(
     let own = Own::open(home, &catalog).await?;
     let here = Here::of(home, &catalog, own.site())?;
     let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
+    let (flag, request) = (Arc::clone(&stop), order.clone());
     let mut work =
         tokio::task::spawn_blocking(move || merge(&here, &order, None, &mut progress, &flag));
     let mut stop_requested = signals.watch();
@@ -228,5 +257,7 @@ pub async fn ask_to_merge(
         }
     };
     own.close().await?;
-    merged?
+    let merged = merged??;
+    home.audit().done(home.domain_name(), &request, &merged);
+    Ok(merged)
 }

@@ -13,6 +13,7 @@ use drover_teleport::services::Progress;
 use drover_teleport::{Origin, Site};
 use serde::{Deserialize, Serialize};
 
+use crate::audit::{Audited, Event, Record};
 use crate::changes::{self, Here};
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
@@ -60,6 +61,25 @@ pub struct MoveImage {
 }
 request!(MoveImage: "domain.move-image", Manage, Progress => ());
 
+impl Audited for AddDomain {
+    fn told(&self, _: Option<&()>) -> Option<Record> {
+        Some(Record::new(Event::DomainAdded).in_domain(&self.name))
+    }
+}
+
+impl Audited for RemoveDomain {
+    fn told(&self, _: Option<&()>) -> Option<Record> {
+        Some(Record::new(Event::DomainRemoved).in_domain(&self.name))
+    }
+}
+
+impl Audited for MoveImage {
+    fn told(&self, _: Option<&()>) -> Option<Record> {
+        let record = Record::new(Event::ImageMoved).image(&self.name);
+        Some(record.detail(format!("to {}", self.to)))
+    }
+}
+
 /// The domains of a site, the default one first.
 ///
 /// # Errors
@@ -86,12 +106,14 @@ pub fn list(home: &Home) -> Result<Vec<DomainInfo>> {
 /// # Errors
 /// When there is one of that name, or it cannot be made.
 pub async fn add(home: &Home, name: &str) -> Result<()> {
+    let request = AddDomain { name: name.into() };
     match Call::local(home).await? {
-        Some(call) => {
-            let name = name.to_owned();
-            call.ask(&AddDomain { name }, |()| {}).await
+        Some(call) => call.ask(&request, |()| {}).await,
+        None => {
+            make(home, name)?;
+            home.audit().done(home.domain_name(), &request, &());
+            Ok(())
         }
-        None => make(home, name).map(drop),
     }
 }
 
@@ -113,12 +135,14 @@ pub(crate) fn make(home: &Home, name: &str) -> Result<Home> {
 /// When it is not empty, or peers see it.
 pub async fn remove(home: &Home, name: &str) -> Result<()> {
     check_unused(home, name)?;
+    let request = RemoveDomain { name: name.into() };
     match Call::local(home).await? {
-        Some(call) => {
-            let name = name.to_owned();
-            call.ask(&RemoveDomain { name }, |()| {}).await
+        Some(call) => call.ask(&request, |()| {}).await,
+        None => {
+            unmake(home, name)?;
+            home.audit().done(home.domain_name(), &request, &());
+            Ok(())
         }
-        None => unmake(home, name),
     }
 }
 
@@ -216,11 +240,11 @@ pub async fn move_image(
     mut progress: impl FnMut(u64, u64) + Send + 'static,
 ) -> Result<()> {
     let there = home.domain(to)?;
+    let request = MoveImage {
+        name: name.clone(),
+        to: to.to_owned(),
+    };
     if let Some(call) = Call::local(home).await? {
-        let request = MoveImage {
-            name: name.clone(),
-            to: to.to_owned(),
-        };
         return call.ask(&request, |at| progress(at.done, at.total)).await;
     }
     let catalogs = [home, &there].map(site::open_catalog);
@@ -233,7 +257,9 @@ pub async fn move_image(
     let moved = from.run(move |_| Ok(move_between(&here, &target, &name, &mut progress)));
     let moved = moved.await;
     into.close().await?;
-    moved?
+    moved??;
+    home.audit().done(home.domain_name(), &request, &());
+    Ok(())
 }
 
 /// Moves an image: it is read and matched in the other domain, gets its name there, and then leaves the first. A crash

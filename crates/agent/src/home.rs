@@ -1,7 +1,7 @@
 //! A site's home directory, which holds all of its state: identity, catalog, images and caches.
 //!
 //! ```text
-//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve
+//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log
 //! images/        work/         index/        mounted/     mounts/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
@@ -14,6 +14,7 @@ use std::fs::{self, File, Permissions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use drover_net::{DEFAULT_DOMAIN, Identity};
@@ -21,6 +22,7 @@ use drover_storage::{make_private_dir, open_private};
 use drover_store::domain;
 use drover_store::space::Places;
 
+use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
 
 pub use config::{Chosen, Config};
@@ -36,6 +38,8 @@ pub struct Home {
     dir: PathBuf,
     /// The directory of the site, if this is that of a domain.
     site: Option<PathBuf>,
+    /// The audit log of the site.
+    audit: Arc<Audit>,
     /// The settings of `config.toml`, or the defaults.
     pub config: Config,
 }
@@ -80,6 +84,7 @@ impl Home {
         checks::private(&dir)?;
         let config = Config::load(&dir.join("config.toml"))?;
         let home = Home {
+            audit: Audit::new(&dir),
             dir,
             site: None,
             config,
@@ -155,6 +160,11 @@ impl Home {
         &self.dir
     }
 
+    /// The audit log of the site, also for this domain.
+    pub fn audit(&self) -> &Arc<Audit> {
+        &self.audit
+    }
+
     /// The directory of the site: of a domain's home, the one that it is in.
     fn site_dir(&self) -> &Path {
         self.site.as_deref().unwrap_or(&self.dir)
@@ -166,6 +176,7 @@ impl Home {
         Some(Home {
             dir,
             site: None,
+            audit: Arc::clone(&self.audit),
             config: self.config.clone(),
         })
     }
@@ -203,6 +214,7 @@ impl Home {
         Ok(Home {
             dir: self.domains_dir().join(name),
             site: Some(self.site_dir().to_owned()),
+            audit: Arc::clone(&self.audit),
             config: self.config.clone(),
         })
     }
@@ -511,6 +523,7 @@ mod tests {
         let home = Home {
             dir: tmp.path().into(),
             site: None,
+            audit: Audit::new(tmp.path()),
             config,
         };
         assert_eq!(home.images_dir(), Path::new("/srv/vm"));

@@ -13,6 +13,7 @@ use drover_teleport::services::{
     VerifyImage,
 };
 
+use crate::audit::{Audited, Event, Outcome, Record};
 use crate::changes;
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
@@ -85,6 +86,51 @@ pub fn changed_bytes(home: &Home, image: &ImageInfo) -> u64 {
     changes.map_or(0, |c| c.changed_bytes)
 }
 
+impl Audited for VerifyImage {
+    fn told(&self, reply: Option<&Verified>) -> Option<Record> {
+        let record = Record::new(Event::Verified).image(&self.name);
+        Some(match reply {
+            Some(verified) if verified.expected != verified.found => Record {
+                outcome: Outcome::Failed,
+                ..record.detail("its file is not what was delivered")
+            },
+            _ => record,
+        })
+    }
+}
+
+impl Audited for IndexImage {
+    fn told(&self, reply: Option<&ImageName>) -> Option<Record> {
+        let record = Record::new(Event::Indexed).detail(self.path.as_str());
+        Some(match reply {
+            Some(name) => record.image(name),
+            None => record,
+        })
+    }
+}
+
+impl Audited for RemoveImage {
+    fn told(&self, reply: Option<&Removal>) -> Option<Record> {
+        let record = Record::new(Event::Removed).image(&self.name);
+        match reply {
+            Some(_) if self.dry_run => None,
+            Some(removal) => Some(record.bytes(removal.data_bytes)),
+            None => Some(record),
+        }
+    }
+}
+
+impl Audited for ShareImage {
+    fn told(&self, _: Option<&()>) -> Option<Record> {
+        let event = match self.share {
+            true => Event::Shared,
+            false => Event::Unshared,
+        };
+        let record = Record::new(event).image(&self.name);
+        Some(record.detail(format!("with {}", self.with)))
+    }
+}
+
 /// Lists the images of a peer.
 ///
 /// # Errors
@@ -106,13 +152,24 @@ pub async fn list_of_peer(
 /// # Errors
 /// When the site refuses, or the image cannot be removed.
 pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<()> {
-    let (name, dry_run) = (name.clone(), false);
+    let request = RemoveImage {
+        name: name.clone(),
+        dry_run: false,
+    };
     if let Some(call) = Call::local(home).await? {
-        let removed = call.ask(&RemoveImage { name, dry_run }, |()| {}).await;
-        return removed.map(drop);
+        return call.ask(&request, |()| {}).await.map(drop);
     }
     let site = Own::open(home, catalog).await?;
-    site.run(move |site| site.remove(&name).map(drop)).await
+    let name = name.clone();
+    let record = site.run(move |site| site.remove(&name)).await?;
+    let removal = Removal {
+        external: record.external,
+        data_bytes: record.data_bytes,
+        changed_bytes: 0,
+        held: None,
+    };
+    home.audit().done(home.domain_name(), &request, &removal);
+    Ok(())
 }
 
 /// Removes an image at a peer, or only reports what that would do.
@@ -155,7 +212,7 @@ pub async fn verify(
     mut progress: impl FnMut(u64, u64) + Send + 'static,
 ) -> Result<Verified> {
     let catalog = Arc::new(site::open_catalog(home)?);
-    let name = name.clone();
+    let (name, request) = (name.clone(), VerifyImage { name: name.clone() });
     let call = match peer {
         Some(peer) => Some(Call::peer(&home.identity()?, &find_peer(&catalog, peer)?).await?),
         None => Call::local(home).await?,
@@ -165,14 +222,15 @@ pub async fn verify(
             return Err(Error::no_image(None, &name));
         }
         let progress = |p: Progress| progress(p.done, p.total);
-        let request = VerifyImage { name: name.clone() };
         let verified = call.ask(&request, progress).await;
         return verified.map_err(|e| e.about_image(peer, &name));
     }
     let own = Own::open(home, &catalog).await?;
     let verified = own.run(move |site| site.verify(&name, &mut progress));
     let (expected, found) = verified.await?;
-    Ok(Verified { expected, found })
+    let verified = Verified { expected, found };
+    home.audit().done(home.domain_name(), &request, &verified);
+    Ok(verified)
 }
 
 /// Indexes image files in place: through the running site, or in this process when none runs.
@@ -249,6 +307,10 @@ impl Indexer {
                 let job = own.keep(move |site| site.index_image(&file, &mut progress));
                 let (own, record) = job.await?;
                 self.own = Some(own);
+                let path = path.display().to_string();
+                let (home, request) = (&self.home, IndexImage { path });
+                home.audit()
+                    .done(home.domain_name(), &request, &record.name);
                 record.name
             }
         };

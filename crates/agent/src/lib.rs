@@ -25,6 +25,7 @@
 //! What must not live here: the command line and its output (`drover`), protocols and formats (the crates below).
 
 pub mod addresses;
+pub mod audit;
 pub mod changes;
 pub mod domains;
 pub mod error;

@@ -48,6 +48,8 @@ pub struct Metrics {
     pub verified_good: AtomicU64,
     /// Images whose digest did not match.
     pub verified_bad: AtomicU64,
+    /// Events that could not be written to the audit log.
+    pub audit_failed: AtomicU64,
 }
 
 impl Metrics {
@@ -208,7 +210,9 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
         "Images checked against their digest, by result.",
         "result",
         &[("good", c(&m.verified_good)), ("bad", c(&m.verified_bad))],
-    )
+    )?;
+    let help = "Events that could not be written to the audit log.";
+    page.counter("audit_failed", help, c(&m.audit_failed))
 }
 
 /// Images of this site that are mounted elsewhere.

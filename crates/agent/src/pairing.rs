@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use drover_net::{ConnectOptions, PeerKey, Rights, Ticket, TicketError, connect_any};
 use drover_storage::atomic_replace;
-use drover_store::{Grant, Peer, SiteCatalog, peer_name};
+use drover_store::{Grant, Peer, SiteCatalog, peer_name, ticket_id};
 
 use crate::addresses;
+use crate::audit::{Event, Record, grant_text};
 use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home};
 use crate::remote::Call;
@@ -48,6 +49,15 @@ pub fn new_ticket(
     let ticket = Ticket::new(identity.key(), addresses);
     let now = now_unix();
     room.run(|| Ok(catalog.add_ticket(&ticket.secret, grant, name, now, lifetime)?))?;
+    let made = Record::new(Event::TicketMade).ticket(&ticket_id(&ticket.secret));
+    let made = made.in_domain(&grant.domain).detail(grant_text(grant));
+    home.audit().write(match name {
+        "" => made,
+        name => Record {
+            peer: Some(name.to_owned()),
+            ..made
+        },
+    });
     let seconds = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
     Ok(NewTicket {
         ticket,
@@ -137,6 +147,8 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Rights) 
     if can != Rights::NONE {
         grant.rights = can;
     }
+    let record = Record::new(Event::Paired).about(&name, ticket.key);
+    let record = record.in_domain(&grant.domain).detail(grant_text(&grant));
     catalog.put_peer(&Peer {
         name: name.clone(),
         key: ticket.key,
@@ -144,6 +156,7 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>, can: Rights) 
         paired_unix: now_unix(),
         grant,
     })?;
+    home.audit().write(record);
     Ok(Paired {
         name,
         key: ticket.key,

@@ -92,6 +92,12 @@ impl Quotas {
         Ok(())
     }
 
+    /// The name of a peer, or the beginning of a key that is none.
+    pub fn name_of(&self, key: &PeerKey) -> String {
+        let peer = self.peers.peer_by_key(key).ok().flatten();
+        peer.map_or_else(|| key.short(), |peer| peer.name)
+    }
+
     /// Counts what a peer has taken.
     fn count(&self, key: &PeerKey, instead: Option<&ImageName>) -> Result<Left> {
         let counted = Instant::now();

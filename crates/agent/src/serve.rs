@@ -1,6 +1,6 @@
 //! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
-//! - `admission`: connection limits.
+//! - `admission`: connection limits; `audited`: requests that the audit log tells of.
 //! - `conversation`: handles one connection, from handshake to close; `strangers`: log lines about unknown keys.
 //! - `server`: state shared by all connections; `services`: the table of services, which are `changes`,
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
@@ -15,6 +15,7 @@
 //! - `http`: the metrics endpoint.
 
 mod admission;
+mod audited;
 mod changes;
 mod conversation;
 mod domains;
@@ -46,11 +47,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey, Ticket};
-use drover_store::{Grant, SiteCatalog, TICKET_LIFETIME};
+use drover_store::{Grant, SiteCatalog, TICKET_LIFETIME, ticket_id};
 use sd_notify::NotifyState;
 use tokio::task::JoinSet;
 
 use crate::addresses;
+use crate::audit::{Event, Record, grant_text};
 use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home, LOOK_EVERY};
 use crate::remote::SocketPath;
@@ -218,15 +220,26 @@ async fn keep_reserve(server: Arc<Server>) {
     }
 }
 
-/// Writes how many connections of unknown keys had no log line of their own.
+/// Writes how many connections of unknown keys had no log line of their own, and how many events are only counted in the
+/// audit log.
 async fn count_strangers(server: Arc<Server>) {
     let mut stop = server.stop.clone();
     let mut looks = tokio::time::interval(strangers::PERIOD / 4);
     loop {
         tokio::select! {
             () = stopped(&mut stop) => return,
-            _ = looks.tick() => server.strangers.write_counts(),
+            _ = looks.tick() => {}
         }
+        let counts = server.strangers.write_counts();
+        let audit = Arc::clone(server.home.audit());
+        // The panic was logged; continue with the next round.
+        let _ = tokio::task::spawn_blocking(move || {
+            counts
+                .into_iter()
+                .for_each(|counted| audit.write_limited(counted));
+            audit.write_counts();
+        })
+        .await;
     }
 }
 
@@ -288,6 +301,9 @@ fn announce(server: &Server, listening: SocketAddr, ready: impl FnOnce(&Ready)) 
     server
         .catalog
         .add_ticket(secret, &grant, "", now, TICKET_LIFETIME)?;
+    let made = Record::new(Event::TicketMade).by_site();
+    let made = made.ticket(&ticket_id(secret)).detail(grant_text(&grant));
+    server.home.audit().write(made);
     ready(&Ready {
         duty: server.duty.name(),
         name: server.name.clone(),
@@ -361,6 +377,9 @@ async fn finish(
         recovery.end().await;
     }
     server.domains.close().await;
+    let audit = Arc::clone(server.home.audit());
+    // The panic was logged.
+    let _ = tokio::task::spawn_blocking(move || audit.write_all_counts()).await;
     match &server.duty {
         Duty::Site(domain) => domain.close().await.context("closing the site"),
         Duty::Teleporter(_) => Ok(()),

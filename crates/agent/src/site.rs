@@ -3,11 +3,17 @@
 
 use std::sync::Arc;
 
+use drover_net::service::Request;
 use drover_net::{Identity, Right, Rights};
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, Grant, Peer, SiteCatalog};
-use drover_teleport::{Callbacks, Holder, RemoteTeleporter, RightsOf, Site, SiteConfig, Supplies};
+use drover_teleport::services::OpenSession;
+use drover_teleport::{
+    Callbacks, Holder, RemoteTeleporter, RightsOf, SendEvent, SendStep, Site, SiteConfig, Supplies,
+    Watcher,
+};
 
+use crate::audit::{Audit, Event, Record};
 use crate::error::{Context, Error, Result, failed};
 use crate::home::Home;
 use crate::text::clean;
@@ -115,9 +121,12 @@ pub async fn open(
     let holder: Arc<Holder> = Arc::new(move |name| {
         crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
     });
+    let (log, domain) = (Arc::clone(home.audit()), home.domain_name().to_owned());
+    let watcher: Arc<Watcher> = Arc::new(move |event| sent(&log, &domain, event));
     let callbacks = Callbacks {
         holder,
         rights: rights_in(home.domain_name().to_owned(), peers),
+        watcher,
     };
     let (site, repairs) =
         tokio::task::spawn_blocking(move || Site::open_for(config, catalog, callbacks)).await??;
@@ -132,6 +141,33 @@ fn rights_in(domain: String, peers: Arc<SiteCatalog>) -> Arc<RightsOf> {
         let grant = peer.map(|peer| peer.grant).filter(|g| g.domain == domain);
         Ok(grant.map_or(Rights::NONE, |grant| grant.rights))
     })
+}
+
+/// Tells the audit log of an image that a peer sends.
+fn sent(log: &Audit, domain: &str, event: &SendEvent) {
+    let record = match &event.what {
+        SendStep::Begun => Record::new(Event::SendBegun),
+        SendStep::Delivered => Record::new(Event::SendDelivered).took(event.time),
+        SendStep::Unchanged => Record::new(Event::SendDelivered)
+            .took(event.time)
+            .detail("the site had it already"),
+        SendStep::Estimated => Record::new(Event::SendEstimated).took(event.time),
+        SendStep::Refused(refusal) => Record::refused(OpenSession::SERVICE, refusal, None),
+        SendStep::Failed(why) => Record::new(Event::SendFailed)
+            .took(event.time)
+            .detail(why.as_str()),
+    };
+    let record = record
+        .by_peer(&event.peer_name, event.peer)
+        .from(&event.from)
+        .in_domain(domain)
+        .image(&event.image)
+        .bytes(event.bytes);
+    match event.what {
+        SendStep::Delivered => log.write(record),
+        // A peer that tries again and again causes no more than a few lines.
+        _ => log.write_limited(record),
+    }
 }
 
 /// What the sessions of all domains of a site take from.

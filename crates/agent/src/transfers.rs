@@ -7,6 +7,7 @@ use drover_store::SiteCatalog;
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 use drover_teleport::{TransferState, Unfinished, unfinished};
 
+use crate::audit::{Audited, Event, Record};
 use crate::error::{Context, Result};
 use crate::home::{CleanUp, Home};
 use crate::own::Own;
@@ -40,7 +41,10 @@ pub async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Res
     }
     let mut room = CleanUp::of(home);
     let damaged = transfer.state == TransferState::Damaged;
-    room.run_async(|| remove_here(home, &key, damaged)).await
+    room.run_async(|| remove_here(home, &key, damaged)).await?;
+    let request = RemoveTransfer { key };
+    home.audit().done(home.domain_name(), &request, &());
+    Ok(())
 }
 
 async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
@@ -52,6 +56,13 @@ async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
         removed => removed.map(drop),
     })
     .await
+}
+
+impl Audited for RemoveTransfer {
+    fn told(&self, _: Option<&()>) -> Option<Record> {
+        let record = Record::new(Event::TransferRemoved);
+        Some(record.detail(format!("key {}", self.key)))
+    }
 }
 
 /// Whether a peer may remove a transfer: only if it is the sender.

@@ -11,6 +11,7 @@ use drover_agent::{addresses, text};
 use drover_core::ImageName;
 use drover_store::peer_name;
 
+mod audit;
 mod changes;
 mod domains;
 mod mounts;
@@ -19,6 +20,7 @@ mod space;
 mod transfers;
 mod values;
 
+pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use domains::{DomainsAction, DomainsArgs};
 pub use mounts::{
@@ -103,6 +105,7 @@ pub enum Command {
     Teleporter(TeleporterArgs),
     Peers(PeersArgs),
     Domains(DomainsArgs),
+    Audit(AuditArgs),
     Digest(DigestArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),

@@ -3,6 +3,7 @@
 //! This crate has the user interface: arguments, tables, progress bars, exit codes. The work of sites and mounts is
 //! done in `agent`; images are read, matched and sent by the crates below it.
 
+mod audit;
 mod bar;
 mod changes;
 mod cli;
@@ -142,6 +143,7 @@ fn run(cli: Cli) -> Result<()> {
         }
         Command::Status(args) => wait(status::status(&existing()?, args)),
         Command::Peers(args) => peers::peers(&existing()?, args),
+        Command::Audit(args) => audit::audit(&existing()?, &args),
         Command::Domains(args) => wait(domains::domains(&existing()?, args)),
         Command::Digest(args) => images::digest(args),
         Command::Completions(args) => generate::completions(&args),

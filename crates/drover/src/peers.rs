@@ -1,6 +1,7 @@
 //! `pair` and `peers`: the sites that this one knows, and what they may do here.
 
 use anyhow::{Result, bail};
+use drover_agent::audit::{Event, Record, grant_text};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::pairing;
 use drover_agent::site;
@@ -72,6 +73,9 @@ fn set(home: &Home, name: &str, json: bool, change: impl Fn(&mut Grant)) -> Resu
     let Some(peer) = room.run(|| Ok(catalog.change_grant(name, &change)?))? else {
         bail!("{name} was removed by another command");
     };
+    let record = Record::new(Event::RightsChanged).about(name, peer.key);
+    let record = record.in_domain(&peer.grant.domain);
+    home.audit().write(record.detail(grant_text(&peer.grant)));
     if json {
         return out::json(&json_of_peer(&peer));
     }
@@ -92,6 +96,8 @@ fn forget(home: &Home, name: &str, yes: bool, json: bool) -> Result<()> {
     if room.run(|| Ok(catalog.forget_peer(name)?))?.is_none() {
         bail!("{name} was removed by another command");
     }
+    let record = Record::new(Event::Forgotten).about(name, peer.key);
+    home.audit().write(record.in_domain(&peer.grant.domain));
     if json {
         let key = peer.key.to_string();
         return out::json(&json!({"name": name, "key": key, "forgotten": true}));

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use drover_agent::audit::{Event, Record};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::pairing::{self, NewTicket};
 use drover_agent::site;
@@ -160,6 +161,8 @@ pub fn revoke(home: &Home, id: &str, json: bool) -> Result<()> {
             "no ticket has the ID {id:?}; `drover ticket --list` lists them"
         )));
     };
+    let record = Record::new(Event::TicketRevoked).ticket(&ticket.id);
+    home.audit().write(record.in_domain(&ticket.grant.domain));
     if json {
         return out::json(&json!({"id": ticket.id, "revoked": true}));
     }

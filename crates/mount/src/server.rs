@@ -20,7 +20,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_device::remote::Shape;
@@ -37,7 +37,7 @@ use crate::protocol::{
 
 pub use changes::{Claim, View};
 pub use counters::MountCounts;
-pub use image::{Base, Images};
+pub use image::{Base, Happened, Images, WhyBroken};
 pub use leases::{Leased, lease_on_disk};
 
 use blocking::blocking;
@@ -109,6 +109,8 @@ struct ServerState {
 /// An admitted connection.
 struct Joined {
     connection: Arc<Connection>,
+    /// Whether it is the first of its mount.
+    is_first: bool,
     /// Connections that must end before it may do anything.
     earlier: Vec<Arc<Connection>>,
     /// The image state reported to its mount, and whether it is the expected one.
@@ -118,7 +120,10 @@ struct Joined {
 /// A mount with connections.
 struct Mount {
     image: Arc<Image>,
-    peer_name: String,
+    peer: Peer,
+    since: Instant,
+    /// Bytes that it has written.
+    written: Arc<AtomicU64>,
     /// The latest link whose front connection was admitted.
     link: u64,
     /// The image state reported to it, and whether that was the expected one.
@@ -164,7 +169,10 @@ impl Server {
         KEEP_ALIVE.apply(&mut call.reader, &mut call.writer);
         let open = call.request().map_err(Refusal::from);
         let result = match open.and_then(|open: Open| open.check().map(|()| open)) {
-            Ok(open) => self.enter(&peer, open).await,
+            Ok(open) => {
+                self.enter_or_tell(&peer, open, call.reader.peer_text())
+                    .await
+            }
             Err(refusal) => Err(refusal),
         };
         let (connection, opened) = match result {
@@ -211,10 +219,43 @@ impl Server {
         self.tidy(Some(image)).await;
     }
 
+    /// The same as [`Self::enter`]; a refusal is told to the site.
+    async fn enter_or_tell(
+        self: &Arc<Self>,
+        peer: &Peer,
+        open: Open,
+        from: &str,
+    ) -> Result<(Arc<Connection>, Opened), Refusal> {
+        let (name, access) = (open.image.clone(), open.access);
+        let result = self.enter(peer, open, from).await;
+        if let Err(refusal) = &result {
+            let refused = Happened::Refused {
+                peer: peer.clone(),
+                from: from.to_owned(),
+                access,
+                refusal: refusal.clone(),
+            };
+            self.tell(name, refused).await;
+        }
+        result
+    }
+
+    /// Tells the site what has happened to an image.
+    async fn tell(&self, name: ImageName, what: Happened) {
+        let images = Arc::clone(&self.config.images);
+        let told = blocking(move || {
+            images.happened(&name, &what);
+            Ok(())
+        });
+        // Fails only when the runtime ends.
+        let _ = told.await;
+    }
+
     async fn enter(
         self: &Arc<Self>,
         peer: &Peer,
         open: Open,
+        from: &str,
     ) -> Result<(Arc<Connection>, Opened), Refusal> {
         self.allow(peer, &open).await?;
         if open.connection != ConnectionKind::Front {
@@ -255,10 +296,19 @@ impl Server {
         };
         let Joined {
             connection,
+            is_first,
             earlier,
             reported: (mut identity, fresh),
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
+        if is_first {
+            let opened = Happened::Opened {
+                peer: peer.clone(),
+                from: from.to_owned(),
+                access: open.access,
+            };
+            self.tell(open.image, opened).await;
+        }
         let ready = connection.shared.ready.get_or_try_init(|| async {
             // Work of earlier links must have ended: then what they staged is final.
             for connection in earlier {
@@ -356,7 +406,9 @@ impl Server {
         }
         let mount = state.mounts.entry(key).or_insert_with(|| Mount {
             image: image.clone(),
-            peer_name: peer.name.clone(),
+            peer: peer.clone(),
+            since: Instant::now(),
+            written: Arc::default(),
             link: 0,
             identity: reported.0,
             fresh: reported.1,
@@ -411,6 +463,7 @@ impl Server {
             pool: self.pool.clone(),
             counters: self.counters.clone(),
             bodies: self.bodies.clone(),
+            written: mount.written.clone(),
             running: Running::default(),
         });
         mount.connections.push(connection.clone());
@@ -426,6 +479,7 @@ impl Server {
         }
         Ok(Joined {
             connection,
+            is_first: known.is_none(),
             earlier,
             reported,
         })
@@ -438,20 +492,26 @@ impl Server {
                 return;
             };
             mount.connections.retain(|l| l.number != connection.number);
-            let last = mount.connections.is_empty();
-            if last {
-                state.mounts.remove(&connection.key);
+            match mount.connections.is_empty() {
+                true => state.mounts.remove(&connection.key),
+                false => None,
             }
-            last
         };
-        if last {
+        if let Some(mount) = last {
             let (image, key, now) = (
                 connection.image.clone(),
                 connection.key,
                 self.started.elapsed(),
             );
+            let closed = Happened::Closed {
+                peer: mount.peer,
+                access: mount.access,
+                written: mount.written.load(Ordering::Relaxed),
+                time: mount.since.elapsed(),
+            };
             let left = blocking(move || {
                 image.left(key.0, key.1, now);
+                image.happened(&closed);
                 Ok(())
             });
             // Fails only when the runtime ends.

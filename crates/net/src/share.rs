@@ -51,6 +51,15 @@ pub struct Share<K: Copy + Eq + Hash> {
     of: Shares<K>,
     holder: K,
     amount: u64,
+    is_only: bool,
+}
+
+impl<K: Copy + Eq + Hash> Share<K> {
+    /// Whether its holder had nothing else when it was taken.
+    #[must_use]
+    pub fn is_only(&self) -> bool {
+        self.is_only
+    }
 }
 
 impl<K> Clone for Shares<K> {
@@ -94,6 +103,7 @@ impl<K: Copy + Eq + Hash> Shares<K> {
             of: self.clone(),
             holder,
             amount,
+            is_only: own == 0,
         })
     }
 
@@ -166,6 +176,8 @@ mod tests {
         let late: Vec<_> = (0..20).filter_map(|_| places.try_take('c', 1)).collect();
         assert_eq!(late.len(), 2, "what is sure");
         assert_eq!(places.taken(&'c'), (12, 2));
+        let only = late.iter().map(Share::is_only);
+        assert_eq!(Vec::from_iter(only), [true, false]);
         drop((many, more, late));
         assert_eq!(places.taken(&'a'), (0, 0));
         assert!(

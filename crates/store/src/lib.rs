@@ -50,4 +50,6 @@ pub use error::StoreError;
 pub use grant::Grant;
 pub use imagemap::{ImageMap, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES, layout_limits};
 pub use images::{Images, OpenImage};
-pub use sqlite::{FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo};
+pub use sqlite::{
+    FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo, ticket_id,
+};

@@ -25,7 +25,7 @@ use std::time::Duration;
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 
 pub use rows::Peer;
-pub use tickets::{PairOutcome, TicketInfo};
+pub use tickets::{PairOutcome, TicketInfo, ticket_id};
 pub use upgrade::FormerGrant;
 
 use crate::catalog_error::Result;

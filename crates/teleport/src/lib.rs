@@ -121,7 +121,7 @@ pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_tel
 pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, send};
 pub use site::{
     Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, RightsOf,
-    Site, SiteConfig, SiteStatus, Supplies, TransferStatus,
+    SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus, Watcher,
 };
 pub use stages::StageTime;
 pub use teleporter::Teleporter;

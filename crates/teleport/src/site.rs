@@ -12,6 +12,7 @@ mod sources;
 mod status;
 mod supplies;
 mod unfinished;
+mod watch;
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -39,6 +40,7 @@ pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
 pub use status::{SiteStatus, TransferStatus};
 pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
+pub use watch::{SendEvent, SendStep, Watcher};
 
 /// Directories and limits of a site.
 #[derive(Debug, Clone)]
@@ -114,16 +116,19 @@ pub struct Site {
     rights: Option<Arc<RightsOf>>,
     holds: RwLock<Option<Arc<Holder>>>,
     quota: RwLock<Option<Arc<Quota>>>,
+    watcher: Option<Arc<Watcher>>,
 }
 
-/// What a site asks its owner from the start on, because opening it finishes deliveries that were interrupted or failed at
-/// their last step.
+/// What a site asks and tells its owner from the start on, because opening it finishes deliveries that were interrupted or
+/// failed at their last step.
 #[derive(Clone)]
 pub struct Callbacks {
     /// Called before an image is replaced or removed.
     pub holder: Arc<Holder>,
     /// Called before an image of a peer is accepted, and again before it gets its name.
     pub rights: Arc<RightsOf>,
+    /// Told about the images that peers send.
+    pub watcher: Arc<Watcher>,
 }
 
 /// Returns why an image must not change, for example `web is mounted by lyon`; `None` when it may be replaced or
@@ -205,6 +210,13 @@ impl Site {
         let quota = self.quota.read().clone();
         let allowed = quota.map_or(Ok(()), |quota| quota(peer, name, bytes));
         allowed.map_err(|refusal| TeleportError::refused(refusal.code, refusal.message))
+    }
+
+    /// Tells the watcher. Blocks.
+    pub(crate) fn watched(&self, event: &SendEvent) {
+        if let Some(watcher) = &self.watcher {
+            watcher(event);
+        }
     }
 
     /// Installs `holder`, which is called before an image is replaced or removed. Replaces the previous one.

@@ -20,7 +20,7 @@ fn mount(name: &str, state: MountState) -> mounts::Status {
 }
 
 /// Every metric name: dashboards depend on them.
-const NAMES: [&str; 58] = [
+const NAMES: [&str; 59] = [
     "drover_build_info",
     "drover_start_time_seconds",
     "drover_resident_memory_bytes",
@@ -35,6 +35,7 @@ const NAMES: [&str; 58] = [
     "drover_sessions_open",
     "drover_wire_bytes_total",
     "drover_images_verified_total",
+    "drover_audit_failed_total",
     "drover_served_mounts",
     "drover_served_connections",
     "drover_served_images",

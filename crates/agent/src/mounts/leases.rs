@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use drover_core::ImageName;
-use drover_mount::server::{Server, lease_on_disk};
+use drover_mount::server::{Server, WhyBroken, lease_on_disk};
 use drover_net::request;
 use drover_store::Catalog;
 use drover_store::lease::Holder;
@@ -93,11 +93,11 @@ pub fn leases_of(server: &Server) -> Result<Vec<Held>> {
 ///
 /// # Errors
 /// When the site's state cannot be changed.
-pub async fn break_at(server: &Arc<Server>, name: &ImageName) -> Result<Broken> {
+pub async fn break_at(server: &Arc<Server>, name: &ImageName, why: WhyBroken) -> Result<Broken> {
     let (on_disk, image) = (Arc::clone(server), name.clone());
     let damaged = tokio::task::spawn_blocking(move || on_disk.replace_damaged_lease(&image));
     let damaged = damaged.await??;
-    let holder = server.break_lease(name).await?;
+    let holder = server.break_lease(name, why).await?;
     Ok(Broken {
         image: name.to_string(),
         writer: holder.map(Writer::from),
@@ -127,7 +127,12 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
         return call.ask(&BreakLease { name }, |()| {}).await;
     }
     let catalog = Arc::new(site::open_catalog(home)?);
-    break_at(&super::site_server(home, &catalog)?, name).await
+    break_at(
+        &super::site_server(home, &catalog)?,
+        name,
+        WhyBroken::ByUser,
+    )
+    .await
 }
 
 /// Whether there is an image of that name, or a lease that remains of a removed one.

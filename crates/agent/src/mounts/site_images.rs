@@ -8,13 +8,15 @@ use drover_core::{Digest, ImageName};
 use drover_device::backend::ImageDevice;
 use drover_image::{ImageError, Known, Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
-use drover_mount::server::{Base, Config, Images, Server};
-use drover_net::service::IncomingCall;
+use drover_mount::protocol::Open;
+use drover_mount::server::{Base, Config, Happened, Images, Server, WhyBroken};
+use drover_net::service::{IncomingCall, Request};
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
 use drover_store::lease::Access;
 use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
+use crate::audit::{Audit, Event, Record};
 use crate::error::{Result, bail};
 use crate::home::Home;
 use crate::quota::Quotas;
@@ -36,6 +38,8 @@ pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server
             own: home.identity()?.key(),
             images: home.images_dir(),
             site: home.name(),
+            audit: Arc::clone(home.audit()),
+            domain: home.domain_name().to_owned(),
         }),
         state: home.mounted_dir(),
         threads: THREADS,
@@ -51,6 +55,8 @@ struct SiteImages {
     /// The directory for delivered images.
     images: PathBuf,
     site: String,
+    audit: Arc<Audit>,
+    domain: String,
 }
 
 impl SiteImages {
@@ -157,12 +163,79 @@ impl Images for SiteImages {
         if *peer == self.own {
             return Ok(());
         }
-        self.quotas.keep_free(bytes)?;
-        self.quotas.take(peer, None, bytes)
+        let taken = self.quotas.keep_free(bytes);
+        taken
+            .and_then(|()| self.quotas.take(peer, None, bytes))
+            .inspect_err(|refusal| {
+                let record = Record::refused(Open::SERVICE, refusal, None)
+                    .by_peer(&self.quotas.name_of(peer), *peer)
+                    .in_domain(&self.domain);
+                self.audit.write_limited(record);
+            })
+    }
+
+    fn happened(&self, name: &ImageName, what: &Happened) {
+        let record = match what {
+            Happened::Opened { peer, from, access } => Record::new(Event::MountOpened)
+                .by(peer)
+                .from(from)
+                .detail(access_text(*access)),
+            Happened::Refused {
+                peer,
+                from,
+                access,
+                refusal,
+            } => {
+                // The site's own user is told on the terminal.
+                if !refusal.code.is_decision() || peer.rights.has(Right::Manage) {
+                    return;
+                }
+                let writes = *access == Access::ReadWrite;
+                let lacks = writes && !peer.rights.has(Right::Write);
+                let right = Some(Right::Write).filter(|_| lacks);
+                let record = Record::refused(Open::SERVICE, refusal, right);
+                record.by(peer).from(from)
+            }
+            Happened::Closed {
+                peer,
+                access,
+                written,
+                time,
+            } => {
+                let record = Record::new(Event::MountClosed).by(peer).took(*time);
+                let record = record.detail(access_text(*access));
+                match access {
+                    Access::ReadOnly => record,
+                    Access::ReadWrite => record.bytes(*written),
+                }
+            }
+            Happened::LeaseBroken { holder, why } => {
+                let record = Record::new(Event::LeaseBroken)
+                    .about(&holder.peer_name, PeerKey(holder.peer))
+                    .in_domain(&self.domain)
+                    .image(name);
+                return self.audit.write(match why {
+                    WhyBroken::ByUser => record,
+                    WhyBroken::RightLost => {
+                        record.by_site().detail("its holder may not write any more")
+                    }
+                });
+            }
+        };
+        // A link that comes and goes causes no more than a few lines.
+        self.audit
+            .write_limited(record.in_domain(&self.domain).image(name));
     }
 
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
         Ok(self.record(name)?.digest)
+    }
+}
+
+fn access_text(access: Access) -> &'static str {
+    match access {
+        Access::ReadOnly => "read-only",
+        Access::ReadWrite => "writing",
     }
 }
 

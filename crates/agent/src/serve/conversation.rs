@@ -11,8 +11,10 @@ use drover_net::{
 };
 use tracing::Instrument;
 
+use super::audited::write;
 use super::server::{Server, quoted};
 use super::sessions::Open;
+use crate::audit::{Audit, Event, Record};
 use crate::error::{Error, Result, one_line};
 use crate::rights::must_have;
 use crate::signals::stopped;
@@ -34,7 +36,11 @@ pub async fn with_peer(server: Arc<Server>, services: Arc<Services>, pending: Pe
             };
             counter.fetch_add(1, Relaxed);
             if server.strangers.is_first(remote.ip()) {
-                tracing::info!(%remote, "{}", quoted(&e.to_string()));
+                let why = quoted(&e.to_string());
+                tracing::info!(%remote, "{why}");
+                let record = Record::new(Event::Refused).by_stranger(None).detail(why);
+                let record = record.from(&remote.to_string());
+                write(server.home.audit(), record, Audit::write_limited).await;
             }
             return;
         }
@@ -94,22 +100,35 @@ async fn talk(
             && server.strangers.is_first(from.ip())
         {
             tracing::warn!(peer = key.short(), "refused a key that is not trusted");
+            let record = Record {
+                request: Some(call.service.clone()),
+                ..Record::new(Event::Refused).by_stranger(Some(key))
+            };
+            let record = record.from(call.reader.peer_text());
+            let record = record.detail("its key is not trusted");
+            write(server.home.audit(), record, Audit::write_limited).await;
         }
         // The peer adds the name under which it knows this site, which may be another.
         let text = "the key of your site is not trusted: get a ticket there with `drover ticket`, then run `drover pair` here";
         let refusal = Refusal::new(Code::Untrusted, text);
         return Ok(slot.hold("its reply", call.refuse(&refusal)).await??);
     }
-    let Some(_place) = place else {
+    let Some(place) = place else {
         server.metrics.rejected_limit.fetch_add(1, Relaxed);
         let text = format!(
             "too many connections from your site to {} are open; wait until some are closed",
             server.name
         );
         let refusal = Refusal::new(Code::Denied, text);
+        refused(server, &peer, &call, &refusal, None).await;
         return Ok(slot.hold("its reply", call.refuse(&refusal)).await??);
     };
     drop(slot);
+    if place.is_only() {
+        let record = Record::new(Event::Connected).by(&peer);
+        let record = record.from(call.reader.peer_text());
+        write(server.home.audit(), record, Audit::write_limited).await;
+    }
     tracing::Span::current().record("name", &peer.name);
     let Some(right) = right else {
         return serve(peer, call).await;
@@ -117,6 +136,7 @@ async fn talk(
     if let Err(refusal) = must_have(&peer, right, &server.name) {
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
         tracing::warn!(service = call.service, "refused: it has no right to it");
+        refused(server, &peer, &call, &refusal, Some(right)).await;
         return Ok(call.refuse(&refusal).await?);
     }
     let (_trusted, stop) = server.trust.enter(&peer, right);
@@ -127,6 +147,19 @@ async fn talk(
     }
     call.stop = stop;
     serve(peer, call).await
+}
+
+/// Tells the audit log that a peer's call is refused.
+async fn refused(
+    server: &Server,
+    peer: &Peer,
+    call: &IncomingCall,
+    refusal: &Refusal,
+    right: Option<Right>,
+) {
+    let record = Record::refused(&call.service, refusal, right).by(peer);
+    let record = record.from(call.reader.peer_text());
+    write(server.home.audit(), record, Audit::write_limited).await;
 }
 
 /// The peer with this key, as the catalog has it now.

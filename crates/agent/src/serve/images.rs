@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::ImageName;
+use drover_mount::server::WhyBroken;
 use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::Catalog;
@@ -106,7 +107,8 @@ impl Handler<ShareImage> for OfSite {
         let leased = self.domain.devices.leased(&name).map_err(failed)?;
         let holder = leased.and_then(|leased| leased.holder);
         if !share && holder.is_some_and(|holder| holder.peer == other.0) {
-            self.domain.break_lease(&name).await.map_err(failed)?;
+            let broken = self.domain.break_lease(&name, WhyBroken::RightLost).await;
+            broken.map_err(failed)?;
         }
         Ok(())
     }

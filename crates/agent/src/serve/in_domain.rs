@@ -6,8 +6,10 @@ use std::sync::Arc;
 use drover_net::service::{Exchange, Handler, IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, DEFAULT_DOMAIN, Refusal, Right};
 
+use super::audited::write;
 use super::domains::{Domain, InUse};
 use super::server::{Duty, OfSite, Server};
+use crate::audit::{Audit, Record};
 use crate::text::clean;
 
 /// Handles the requests to a site in the domain of the caller.
@@ -99,7 +101,12 @@ impl<R: Request, S: Service> Service for Conversation<R, S> {
         Box::pin(async move {
             let (_used, domain) = match self.server.of(&peer).await {
                 Ok(found) => found,
-                Err(refusal) => return Ok(call.refuse(&refusal).await?),
+                Err(refusal) => {
+                    let record = Record::refused(R::SERVICE, &refusal, None).by(&peer);
+                    let record = record.from(call.reader.peer_text());
+                    write(self.server.0.home.audit(), record, Audit::write_limited).await;
+                    return Ok(call.refuse(&refusal).await?);
+                }
             };
             (self.service)(&domain).serve(peer, call).await
         })

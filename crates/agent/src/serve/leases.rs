@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use drover_mount::server::WhyBroken;
 use drover_net::Refusal;
 use drover_net::service::{Exchange, Handler, Peer};
 
@@ -29,6 +30,7 @@ impl Handler<BreakLease> for OfSite {
         BreakLease { name }: BreakLease,
         _: &mut Exchange<'_, BreakLease>,
     ) -> Result<Broken, Refusal> {
-        self.domain.break_lease(&name).await.map_err(failed)
+        let broken = self.domain.break_lease(&name, WhyBroken::ByUser).await;
+        broken.map_err(failed)
     }
 }

@@ -4,12 +4,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use drover_net::service::{Exchange, Handler, Peer};
+use drover_net::service::{Exchange, Handler, Peer, Request};
 use drover_net::{Code, PeerKey, Refusal, Ticket, request};
-use drover_store::PairOutcome;
+use drover_store::{Grant, PairOutcome, ticket_id};
 use serde::{Deserialize, Serialize};
 
+use super::audited::write;
 use super::server::{Common, Server};
+use crate::audit::{Audit, Event, Record, grant_text};
 use crate::error::{Result, failed};
 use crate::notice::notice;
 use crate::text::now_unix;
@@ -34,11 +36,16 @@ impl Handler<Pair> for Common {
         exchange: &mut Exchange<'_, Pair>,
     ) -> Result<String, Refusal> {
         let server = &self.0;
+        let ticket = ticket_id(&request.secret);
         let why = match used(server, peer.key, request).await.map_err(failed)? {
             PairOutcome::Paired(as_name) => {
                 server.metrics.pairings.fetch_add(1, Relaxed);
                 let key = peer.key;
                 notice(&format!("paired with {as_name}, key {key}"));
+                let from = exchange.remote().to_owned();
+                told(server, key, as_name, &ticket, from)
+                    .await
+                    .map_err(failed)?;
                 return Ok(server.name.clone());
             }
             PairOutcome::UnknownTicket => "this ticket is not one of this site's",
@@ -49,10 +56,37 @@ impl Handler<Pair> for Common {
         let from = exchange.remote().parse::<SocketAddr>();
         if from.is_ok_and(|from| server.strangers.is_first(from.ip())) {
             tracing::warn!(peer = peer.key.short(), "refused to pair: {why}");
+            let refusal = Refusal::new(Code::Untrusted, why);
+            let record = Record::refused(Pair::SERVICE, &refusal, None)
+                .by_stranger(Some(peer.key))
+                .from(exchange.remote())
+                .ticket(&ticket);
+            write(server.home.audit(), record, Audit::write_limited).await;
         }
         let text = format!("{why}; print another with `drover ticket`");
         Err(Refusal::new(Code::Untrusted, text))
     }
+}
+
+/// Tells the audit log of a new peer.
+async fn told(
+    server: &Arc<Server>,
+    key: PeerKey,
+    name: String,
+    ticket: &str,
+    from: String,
+) -> Result<()> {
+    let catalog = Arc::clone(&server.catalog);
+    let peer = tokio::task::spawn_blocking(move || catalog.peer_by_key(&key)).await??;
+    let grant = peer.map(|peer| peer.grant).unwrap_or_else(Grant::nothing);
+    let record = Record::new(Event::Paired)
+        .by_peer(&name, key)
+        .from(&from)
+        .in_domain(&grant.domain)
+        .ticket(ticket)
+        .detail(grant_text(&grant));
+    write(server.home.audit(), record, Audit::write).await;
+    Ok(())
 }
 
 /// Redeems a ticket.

@@ -89,6 +89,8 @@ pub struct OfSite {
 impl Server {
     /// The metrics in OpenMetrics text.
     pub async fn metrics_text(self: &Arc<Self>) -> Result<String> {
+        let failed = self.home.audit().failed();
+        self.metrics.audit_failed.store(failed, Relaxed);
         Ok(self.metrics.render(self.status().await?))
     }
 

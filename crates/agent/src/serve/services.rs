@@ -9,6 +9,7 @@ use drover_net::{Code, Refusal};
 use drover_teleport::services::{BeginMatching, BeginMatchingFor};
 use drover_teleport::{DataConnections, Sessions};
 
+use super::audited::Told;
 use super::in_domain::{Conversation, InDomain};
 use super::manage::Manage;
 use super::matching::Matching;
@@ -67,19 +68,21 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     ));
     let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
-    services.handle::<of_teleport::VerifyImage>(site.clone());
-    services.handle::<of_teleport::IndexImage>(site.clone());
-    services.handle::<of_teleport::RemoveImage>(site.clone());
-    services.handle::<of_teleport::ShareImage>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
-    services.handle::<of_teleport::RemoveTransfer>(site.clone());
     services.handle::<crate::mounts::ListLeases>(site.clone());
+    // The mounts tell of it.
     services.handle::<crate::mounts::BreakLease>(site.clone());
     services.handle::<crate::changes::ListChanges>(site.clone());
-    services.handle::<crate::changes::DropChanges>(site.clone());
-    services.handle::<crate::changes::Order>(site);
-    let manage = Manage(Arc::clone(server));
-    services.handle::<crate::domains::AddDomain>(manage.clone());
-    services.handle::<crate::domains::RemoveDomain>(manage.clone());
-    services.handle::<crate::domains::MoveImage>(manage);
+    let told = || Told(Arc::clone(server.home.audit()), site.clone());
+    services.handle::<of_teleport::VerifyImage>(told());
+    services.handle::<of_teleport::IndexImage>(told());
+    services.handle::<of_teleport::RemoveImage>(told());
+    services.handle::<of_teleport::ShareImage>(told());
+    services.handle::<of_teleport::RemoveTransfer>(told());
+    services.handle::<crate::changes::DropChanges>(told());
+    services.handle::<crate::changes::Order>(told());
+    let manage = || Told(Arc::clone(server.home.audit()), Manage(Arc::clone(server)));
+    services.handle::<crate::domains::AddDomain>(manage());
+    services.handle::<crate::domains::RemoveDomain>(manage());
+    services.handle::<crate::domains::MoveImage>(manage());
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use drover_net::network_of;
 
+use crate::audit::{Event, Record};
 use crate::text::count;
 
 /// How long lines about a network are only counted after one was written.
@@ -56,11 +57,13 @@ impl StrangerLog {
         true
     }
 
-    /// Writes a line for each network whose lines were counted for long enough. To be called now and then.
-    pub fn write_counts(&self) {
-        for (network, more) in self.take_counts(Instant::now()) {
+    /// Writes a line for each network whose lines were counted for long enough; returns the same for the audit log. To be
+    /// called now and then.
+    pub fn write_counts(&self) -> Vec<Record> {
+        let counts = self.take_counts(Instant::now());
+        for (network, more) in &counts {
             let more = count(
-                usize::try_from(more).unwrap_or(usize::MAX),
+                usize::try_from(*more).unwrap_or(usize::MAX),
                 "more connection",
             );
             match network {
@@ -74,6 +77,15 @@ impl StrangerLog {
                 }
             }
         }
+        let record = |(network, more): (Option<IpAddr>, u64)| {
+            let refused = Record::new(Event::Refused).by_stranger(None);
+            Record {
+                address: network.map(|network| network.to_string()),
+                more: Some(more),
+                ..refused
+            }
+        };
+        counts.into_iter().map(record).collect()
     }
 
     /// The networks whose lines were counted for long enough, and how many; `None` for those that have no line of their

@@ -4,11 +4,14 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use drover_core::ImageName;
+use drover_mount::server::WhyBroken;
 use drover_net::{PeerKey, Right};
 use drover_store::{Catalog, SiteCatalog};
 
+use super::audited::write;
 use super::domains::Domain;
 use super::trust::rights_now;
+use crate::audit::{Audit, Event, Record};
 use crate::error::{Error, Result};
 use crate::home::CleanUp;
 use crate::mounts::{Broken, break_at};
@@ -39,7 +42,11 @@ impl Domain {
         let images = ended.await??;
         if images > 0 {
             let (images, domain) = (count(images, "image"), self.home.domain_name());
-            tracing::info!(domain, "{images} no longer shared: the peer left");
+            let text = format!("{images} no longer shared: the peer left");
+            tracing::info!(domain, "{text}");
+            let record = Record::new(Event::Unshared).by_site();
+            let record = record.in_domain(domain).detail(text);
+            write(self.home.audit(), record, Audit::write).await;
         }
         Ok(())
     }
@@ -48,9 +55,9 @@ impl Domain {
     ///
     /// # Errors
     /// When its state cannot be changed.
-    pub async fn break_lease(&self, name: &ImageName) -> Result<Broken> {
+    pub async fn break_lease(&self, name: &ImageName, why: WhyBroken) -> Result<Broken> {
         let mut room = CleanUp::of(&self.home);
-        let broken = room.run_async(|| break_at(&self.devices, name)).await;
+        let broken = room.run_async(|| break_at(&self.devices, name, why)).await;
         tokio::task::spawn_blocking(move || drop(room)).await?;
         broken
     }
@@ -73,7 +80,7 @@ impl Domain {
                 if key == own || self.may_change(peers, key, &name).await? {
                     return Ok(());
                 }
-                self.break_lease(&name).await?;
+                self.break_lease(&name, WhyBroken::RightLost).await?;
                 tracing::info!(image = %name, peer = key.short(), "broke the write lease of a peer that may no longer write");
                 Ok(())
             };

@@ -1,6 +1,7 @@
 //! Integration tests that run the real binary as people and scripts do.
 
 mod attach_guest;
+mod audit;
 mod basics;
 mod changes;
 mod damage;

@@ -103,7 +103,7 @@ impl Server {
             let image = {
                 let state = self.state.lock();
                 let here = state.mounts.values().filter(|m| m.image.name() == name);
-                let mut connected: Vec<_> = here.map(|m| m.peer_name.clone()).collect();
+                let mut connected: Vec<_> = here.map(|m| m.peer.name.clone()).collect();
                 if !connected.is_empty() {
                     connected.dedup();
                     let who = connected.join(", ");

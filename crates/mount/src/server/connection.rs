@@ -2,6 +2,7 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -106,6 +107,8 @@ pub struct Connection {
     pub counters: Arc<Counters>,
     /// Memory for request bodies, of the whole site.
     pub bodies: Shares<PeerKey>,
+    /// Bytes that the mount has written.
+    pub written: Arc<AtomicU64>,
     /// The requests.
     pub running: Running,
 }
@@ -324,6 +327,9 @@ impl Connection {
         });
         if let Some(made) = &made {
             self.counters.made(effect, made);
+            if !matches!(made.head, Reply::Error { .. }) {
+                self.written.fetch_add(effect.written, Relaxed);
+            }
         }
         let mut state = self.running.state.lock();
         state.queue.worked(effect.weight(), front);

@@ -52,6 +52,11 @@ pub trait Images: Send + Sync {
     /// [`Code::NoSpace`].
     fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal>;
 
+    /// Told what has happened to an image. Called like [`Images::open`].
+    fn happened(&self, name: &ImageName, what: &Happened) {
+        let _ = (name, what);
+    }
+
     /// The directory of an image's overlay, created if missing. Called like [`Images::open`].
     ///
     /// # Errors
@@ -59,6 +64,58 @@ pub trait Images: Send + Sync {
     fn overlay(&self, path: &Path) -> std::io::Result<Arc<dyn Directory>> {
         Ok(Arc::new(HostDirectory::open_or_create(path)?))
     }
+}
+
+/// What happens to an image by mounts.
+#[derive(Clone, Debug)]
+pub enum Happened {
+    /// A mount was opened: it had no connection before.
+    Opened {
+        /// Who mounts it.
+        peer: Peer,
+        /// The other end of the connection, for messages.
+        from: String,
+        /// What for.
+        access: Access,
+    },
+    /// A connection of a mount was refused.
+    Refused {
+        /// Whose.
+        peer: Peer,
+        /// The other end of the connection, for messages.
+        from: String,
+        /// What it was for.
+        access: Access,
+        /// Why.
+        refusal: Refusal,
+    },
+    /// A mount has no connection any more: it was closed, or its link was lost.
+    Closed {
+        /// Who mounted it.
+        peer: Peer,
+        /// What for.
+        access: Access,
+        /// Bytes that it wrote, without zeros.
+        written: u64,
+        /// How long it was open.
+        time: Duration,
+    },
+    /// A write lease was broken.
+    LeaseBroken {
+        /// The mount that held it.
+        holder: Holder,
+        /// Why.
+        why: WhyBroken,
+    },
+}
+
+/// Why a write lease is broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhyBroken {
+    /// The site's user said so.
+    ByUser,
+    /// The holder may not write any more.
+    RightLost,
 }
 
 /// An image without its overlay.
@@ -332,6 +389,11 @@ impl Image {
     /// A long commit, or a disk error.
     pub fn break_lease(&self) -> Result<Option<Holder>, Refusal> {
         self.leases_soon()?.break_lease()
+    }
+
+    /// Tells the site what has happened to it.
+    pub fn happened(&self, what: &Happened) {
+        self.images.happened(&self.name, what);
     }
 
     /// Its name.

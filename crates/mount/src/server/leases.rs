@@ -9,6 +9,7 @@ use drover_net::{Code, PeerKey, Refusal};
 
 use super::Server;
 use super::blocking::blocking;
+use super::image::{Happened, WhyBroken};
 use crate::MountError;
 use drover_store::changes;
 use drover_store::lease::{self, Holder, LeaseTable};
@@ -75,7 +76,7 @@ impl Server {
     fn connected(&self, name: &ImageName) -> Vec<String> {
         let state = self.state.lock();
         let here = state.mounts.values().filter(|m| m.image.name() == name);
-        here.map(|m| m.peer_name.clone()).collect()
+        here.map(|m| m.peer.name.clone()).collect()
     }
 
     /// Replaces a lease whose file is damaged; the old file is kept beside it. No mount holds the lease then, and the
@@ -108,6 +109,7 @@ impl Server {
     pub async fn break_lease(
         self: &Arc<Self>,
         name: &ImageName,
+        why: WhyBroken,
     ) -> Result<Option<Holder>, MountError> {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
@@ -120,10 +122,14 @@ impl Server {
                 // Opening it may be impossible, which may be why the lease is stuck.
                 None => {
                     let directory = changes::directory(&server.config.state, &name);
-                    LeaseTable::open(name, directory)?.break_lease()
+                    LeaseTable::open(name.clone(), directory)?.break_lease()
                 }
-            };
-            Ok((holder?, open))
+            }?;
+            if let Some(holder) = holder.clone() {
+                let broken = Happened::LeaseBroken { holder, why };
+                server.config.images.happened(&name, &broken);
+            }
+            Ok((holder, open))
         });
         let (holder, image) = broken.await?;
         let Some(holder) = holder else {

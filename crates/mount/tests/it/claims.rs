@@ -1,7 +1,7 @@
 //! An image whose lease the site itself holds, during a merge of changes.
 
 use drover_core::ImageName;
-use drover_mount::server::Server;
+use drover_mount::server::{Server, WhyBroken};
 use drover_net::{Identity, Peer, Rights};
 use drover_store::lease::MountId;
 
@@ -52,7 +52,7 @@ fn what_is_done_for_a_claim_is_done_only_while_it_is_held() {
     drop(view);
 
     // Revoked while the claim's file is being read again: another mount may have written.
-    let broken = site.server.break_lease(&image);
+    let broken = site.server.break_lease(&image, WhyBroken::ByUser);
     assert!(runtime.block_on(broken).unwrap().is_some());
     assert_eq!(site.server.while_claimed(&image, key, || 1).unwrap(), None);
     assert_eq!(holder(&site.server, &image), None);

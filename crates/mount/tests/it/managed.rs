@@ -10,6 +10,7 @@ use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
+use drover_mount::server::WhyBroken;
 use drover_store::lease::{Access, MountId};
 
 use crate::local_stub::LocalStub;
@@ -270,7 +271,7 @@ fn two_writers_are_one_too_many() {
     assert_eq!(leases[0].holder.as_ref().unwrap().peer, near.peer.key.0);
     // The owner takes it away.
     let web = name("web");
-    let broken = site.server.break_lease(&web);
+    let broken = site.server.break_lease(&web, WhyBroken::ByUser);
     assert!(runtime.block_on(broken).unwrap().is_some());
     local.wait("gone", |received| {
         matches!(received.links.last(), Some(Link::Gone(_)))

@@ -12,6 +12,7 @@ use drover_device::backend::overlay::{Identity, Options as OverlayOptions, Overl
 use drover_device::remote::{Change, Epoch, Link, Remote, Staged};
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
 use drover_mount::client::{Client, Options};
+use drover_mount::server::WhyBroken;
 use drover_storage::FakeDirectory;
 use drover_store::lease::{Access, MountId};
 
@@ -177,7 +178,7 @@ fn what_another_writer_staged_is_forgotten() {
     let changes = vec![Change::Zero(0, 4096)];
     wait(|done| client.push(epoch, changes, done)).unwrap();
     let image = name("web");
-    let broken = site.server.break_lease(&image);
+    let broken = site.server.break_lease(&image, WhyBroken::ByUser);
     assert!(runtime.block_on(broken).unwrap().is_some());
     let near = Near::new(site.server.clone());
     let client = open(&runtime, &near, writer(MountId::random()));
@@ -322,7 +323,7 @@ fn much_is_written_while_the_site_cannot_be_reached() {
     // A reader gets what was written last.
     let near = Near::again(site.server.clone(), near.peer.clone());
     let image = name("web");
-    let broken = site.server.break_lease(&image);
+    let broken = site.server.break_lease(&image, WhyBroken::ByUser);
     runtime.block_on(broken).unwrap();
     let reader = open(&runtime, &near, Options::new(name("web"), Access::ReadOnly));
     let local = LocalStub::attach(reader.as_ref(), true);

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::server::{Base, Images};
+use drover_mount::server::{Base, Images, WhyBroken};
 use drover_net::{Peer, PeerKey, Refusal};
 use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_storage::{HostDirectory, Lock};
@@ -369,7 +369,8 @@ fn another_mount_is_answered_while_a_commit_waits() {
             // Nor does the site's owner wait until the disk is done.
             let web = name("web");
             let broken = runtime.block_on(async {
-                tokio::time::timeout(PATIENCE, site.server.break_lease(&web)).await
+                tokio::time::timeout(PATIENCE, site.server.break_lease(&web, WhyBroken::ByUser))
+                    .await
             });
             let why = broken.expect("an answer").unwrap_err().to_string();
             assert!(why.contains(expected), "{why}");

@@ -47,12 +47,22 @@ pub struct TicketInfo {
     pub grant: Grant,
 }
 
+/// The identifier of the ticket with this secret.
+#[must_use]
+pub fn ticket_id(secret: &[u8; 16]) -> String {
+    id_of(hidden(secret))
+}
+
+/// The beginning of the hash of a secret.
+fn id_of(mut hidden: String) -> String {
+    hidden.truncate(ID_DIGITS);
+    hidden
+}
+
 impl From<TicketRow> for TicketInfo {
     fn from(row: TicketRow) -> Self {
-        let mut id = row.secret;
-        id.truncate(ID_DIGITS);
         TicketInfo {
-            id,
+            id: id_of(row.secret),
             created_unix: row.created_unix,
             expires_unix: row.expires_unix,
             used_by: row.used_by.parse().ok(),

@@ -47,7 +47,10 @@ impl Site {
         catalog: Arc<dyn Catalog>,
         callbacks: Option<Callbacks>,
     ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
-        let (holder, rights) = callbacks.map(|c| (c.holder, c.rights)).unzip();
+        let (holder, rights, watcher) = match callbacks {
+            Some(c) => (Some(c.holder), Some(c.rights), Some(c.watcher)),
+            None => (None, None, None),
+        };
         let mut repairs = Vec::new();
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
             make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
@@ -97,6 +100,7 @@ impl Site {
             rights,
             holds: RwLock::new(holder),
             quota: RwLock::default(),
+            watcher,
         });
         for (image, part, left) in stopped {
             let mut blocks = BlockMap::default();

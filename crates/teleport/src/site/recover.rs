@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use drover_index::ImageId;
 use drover_net::Code;
@@ -10,6 +10,7 @@ use drover_storage::make_private_dir;
 
 use super::Site;
 use super::arrived::Arrived;
+use super::watch::{SendEvent, SendStep};
 use crate::TeleportError;
 use crate::files::remove_dir;
 use crate::log::is_closed;
@@ -56,7 +57,18 @@ impl Site {
             ));
         }
         match self.settle(arrived) {
-            Ok(true) => Ok("was whole when the site stopped; delivered now".into()),
+            Ok(true) => {
+                self.watched(&SendEvent {
+                    peer: arrived.opening.peer,
+                    peer_name: arrived.opening.peer_name.clone(),
+                    from: String::new(),
+                    image: arrived.opening.offer.name.clone(),
+                    bytes: arrived.opening.offer.file_bytes,
+                    time: Duration::ZERO,
+                    what: SendStep::Delivered,
+                });
+                Ok("was whole when the site stopped; delivered now".into())
+            }
             Ok(false) => Ok("its transfer had ended; cleaned up".into()),
             Err(e) => {
                 if arrived.part().exists() {

@@ -239,12 +239,22 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
     let new = sample("a.raw", 2, 2_500_001);
     // `arrive` opens the site before the transfer exists.
     home.arrive(&new, Until::Rename);
-    let callbacks = Callbacks {
-        holder: Arc::new(|name| Some(format!("{name} is mounted by lyon"))),
-        rights: Arc::new(|_| Ok(Rights::DEFAULT)),
+    let told: Arc<Mutex<Vec<String>>> = Arc::default();
+    let tells = told.clone();
+    let callbacks = |holder: Arc<Holder>| {
+        let tells = tells.clone();
+        Callbacks {
+            holder,
+            rights: Arc::new(|_| Ok(Rights::DEFAULT)),
+            watcher: Arc::new(move |event| {
+                assert!(matches!(event.what, SendStep::Delivered), "{event:?}");
+                tells.lock().push(event.image.to_string());
+            }),
+        }
     };
     for _ in 0..2 {
-        let opened = Site::open_for(home.config(0), home.catalog.clone(), callbacks.clone());
+        let held: Arc<Holder> = Arc::new(|name| Some(format!("{name} is mounted by lyon")));
+        let opened = Site::open_for(home.config(0), home.catalog.clone(), callbacks(held));
         let (site, repairs) = opened.unwrap();
         let said = |r: &String| r.contains("mounted by lyon");
         assert_eq!(repairs.iter().filter(|r| said(r)).count(), 1, "{repairs:?}");
@@ -256,9 +266,13 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
         assert_eq!(listed[0].state, crate::transfers::TransferState::Whole);
         assert!(site.check_held(&record.name, "it").is_err());
     }
-    let (site, repairs) = home.open();
-    assert_eq!(repairs.len(), 1, "{repairs:?}");
+    assert!(told.lock().is_empty());
+    let free = callbacks(Arc::new(|_| None));
+    let (site, repairs) = Site::open_for(home.config(0), home.catalog.clone(), free).unwrap();
+    let delivered = repairs.iter().filter(|r| r.contains("delivered now"));
+    assert_eq!(delivered.count(), 1, "{repairs:?}");
     check_delivered(&home, &site, &new, "held no more");
+    assert_eq!(*told.lock(), ["a.raw"], "what was delivered at last");
 }
 
 /// Wherever the site stops while it restores the previous file: the named file matches the catalog.

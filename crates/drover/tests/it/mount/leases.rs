@@ -160,4 +160,15 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     let second = ["unmount", text(&path), "--discard", "-y"];
     m.world.run("other", &second).ok();
     assert!(m.far_bytes("web.raw") == bytes);
+
+    let audit = ["audit", "--json", "--image", "web.raw"];
+    let events = m.world.run("far", &audit).ok().json();
+    let of = |event: &str| Vec::from_iter(events.iter().filter(|e| e["event"] == event));
+    let (opened, closed, broken) = (of("mount-opened"), of("mount-closed"), of("lease-broken"));
+    assert_eq!(opened[0]["detail"], "writing");
+    assert_eq!(opened[0]["key"], closed[0]["key"]);
+    assert_eq!(closed[0]["bytes"], 4096, "what was pushed: {closed:?}");
+    assert_eq!(broken[0]["key"], opened[0]["key"]);
+    assert_eq!(broken[1]["key"], opened[1]["key"]);
+    assert_ne!(opened[0]["key"], opened[1]["key"]);
 }

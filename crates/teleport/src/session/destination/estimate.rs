@@ -10,6 +10,7 @@ use crate::TeleportError;
 use crate::codec::{Batch, Need, Runs};
 use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
 use crate::protocol::{Accept, End, Estimate, Offer, kind};
+use crate::site::{SendEvent, SendStep};
 use crate::teleporter::{Answer, Event};
 
 /// Where to query which blocks would be matched.
@@ -45,6 +46,7 @@ impl Session {
     pub(super) async fn estimate(
         &self,
         offer: Offer,
+        event: &mut SendEvent,
         frames: &mut Frames,
     ) -> Result<(), TeleportError> {
         let site = self.site.clone();
@@ -56,7 +58,7 @@ impl Session {
                     "cannot estimate what would be sent: {e}; try again later, or send it without an estimate"
                 );
                 let refusal = TeleportError::refused(Code::Denied, message);
-                return self.refuse(&refusal).await;
+                return self.refuse_image(event, &refusal).await;
             }
         };
         self.send(kind::ACCEPT, encode(&Accept::default())).await?;
@@ -92,6 +94,7 @@ impl Session {
                 kind::END => {
                     let _: End = decode(&frame.payload)?;
                     tracing::debug!(image = %offer.name, "dry run ended");
+                    event.what = SendStep::Estimated;
                     return self.send(kind::ESTIMATE, encode(&found)).await;
                 }
                 kind::GIVE_UP => return Ok(()),

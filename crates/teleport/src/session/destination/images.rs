@@ -1,11 +1,11 @@
 //! The images of a session, one after the other: offered, prepared, driven to completion.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_image::Layout;
-use drover_net::{Code, Frame, PeerKey, Share, decode, encode};
+use drover_net::{Code, Frame, PeerKey, Refusal, Share, decode, encode};
 use drover_store::layout_limits;
 use tokio::sync::mpsc;
 
@@ -19,6 +19,7 @@ use crate::destination::Event;
 use crate::frames::wait_true;
 use crate::protocol::{Accept, End, GiveUp, LAYOUT_PART_BYTES, Offer, kind};
 use crate::session::shared::Progress;
+use crate::site::{SendEvent, SendStep};
 
 /// Events queued between the sockets and a driver.
 const EVENT_QUEUE: usize = 256;
@@ -51,7 +52,8 @@ impl Session {
                 kind::OFFER => {
                     let offer: Offer = decode(&frame.payload)?;
                     let name = offer.name.clone();
-                    if let Err(e) = self.image(offer, frames).await {
+                    let ended = self.image_told(offer, frames).await;
+                    if let Err(e) = ended {
                         tracing::warn!(peer = self.shared.peer_name, image = %name, error = %e, "image failed");
                         // No refusal after a stop or a network error: the source should reconnect, and notices by
                         // itself.
@@ -72,24 +74,79 @@ impl Session {
         }
     }
 
-    /// Handles one image from its offer to its end. An error ends the session; an image that is refused or fails does
-    /// not.
-    async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
+    /// Handles one image, and tells the site how it ended.
+    async fn image_told(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
+        let began = Instant::now();
+        let mut event = SendEvent {
+            peer: self.shared.peer,
+            peer_name: self.shared.peer_name.clone(),
+            from: frames.peer.clone(),
+            image: offer.name.clone(),
+            bytes: offer.file_bytes,
+            time: Duration::ZERO,
+            what: SendStep::Begun,
+        };
+        let ended = self.image(offer, &mut event, frames).await;
+        if let SendStep::Begun = event.what {
+            event.what = SendStep::Failed(match &ended {
+                Ok(()) => "given up by its source".into(),
+                Err(e) => e.to_string(),
+            });
+        }
+        event.time = began.elapsed();
+        self.tell(event).await;
+        ended
+    }
+
+    /// Tells the site what has happened.
+    async fn tell(&self, event: SendEvent) {
+        let site = self.site.clone();
+        // A panic was logged.
+        let _ = tokio::task::spawn_blocking(move || site.watched(&event)).await;
+    }
+
+    /// Refuses an image.
+    pub(super) async fn refuse_image(
+        &self,
+        event: &mut SendEvent,
+        error: &TeleportError,
+    ) -> Result<(), TeleportError> {
+        let code = error.refusal().unwrap_or(Code::Failed);
+        event.what = SendStep::Refused(Refusal::new(code, error.to_string()));
+        self.refuse(error).await
+    }
+
+    /// Handles one image from its offer to its end; `event` gets how that was, unless it failed. An error ends the session;
+    /// an image that is refused or fails does not.
+    async fn image(
+        &mut self,
+        offer: Offer,
+        event: &mut SendEvent,
+        frames: &mut Frames,
+    ) -> Result<(), TeleportError> {
         self.shared.stages.reset();
         let layout = self.receive_layout(&offer, frames);
         let layout = self.unless_stopped(self.unless_idle(layout)).await?;
         if let Err(e) = self.check_sender(&offer.name).await {
             tracing::info!(peer = self.shared.peer_name, image = %offer.name, error = %e, "image refused");
-            return self.refuse(&e).await;
+            return self.refuse_image(event, &e).await;
         }
         if offer.dry_run {
-            return self.unless_stopped(self.estimate(offer, frames)).await;
+            return self
+                .unless_stopped(self.estimate(offer, event, frames))
+                .await;
         }
         let done = match self.compare(&offer, &layout.encoded, frames).await? {
-            Compared::Same(delivered) => self.send(kind::DELIVERED, encode(&delivered)).await,
+            Compared::Same(delivered) => {
+                event.what = SendStep::Unchanged;
+                self.send(kind::DELIVERED, encode(&delivered)).await
+            }
             Compared::GivenUp => Ok(()),
-            Compared::Differs(first) => self.transfer(offer, &layout, Some(first), frames).await,
-            Compared::Not => self.transfer(offer, &layout, None, frames).await,
+            Compared::Differs(first) => {
+                self.transfer(offer, event, &layout, Some(first), frames)
+                    .await
+            }
+            Compared::Not => self.transfer(offer, event, &layout, None, frames).await,
         };
         // Its memory counts until the image has ended.
         drop(layout);
@@ -110,6 +167,7 @@ impl Session {
     async fn transfer(
         &mut self,
         offer: Offer,
+        event: &mut SendEvent,
         layout: &ReceivedLayout,
         begun: Option<Event>,
         frames: &mut Frames,
@@ -126,9 +184,10 @@ impl Session {
             Err(TeleportError::Stopped) => return Err(TeleportError::Stopped),
             Err(e) => {
                 tracing::info!(peer = self.shared.peer_name, image = %name, error = %e, "image refused");
-                return self.refuse(&e).await;
+                return self.refuse_image(event, &e).await;
             }
         };
+        self.tell(event.clone()).await;
         *self.shared.current.write() = Some(prepared.incoming.clone());
         *self.shared.progress.write() = Some(Progress {
             name: prepared.name(),
@@ -165,7 +224,10 @@ impl Session {
         *self.shared.current.write() = None;
         *self.shared.progress.write() = None;
         match ended? {
-            Ok(Some(delivered)) => self.send(kind::DELIVERED, encode(&delivered)).await,
+            Ok(Some(delivered)) => {
+                event.what = SendStep::Delivered;
+                self.send(kind::DELIVERED, encode(&delivered)).await
+            }
             Ok(None) => Ok(()),
             // The data connections may still carry its blocks: a new session starts clean.
             Err(e) => Err(e),

@@ -40,6 +40,7 @@ fn open_with_rights(home: &Home, rights: Rights) -> (Arc<Site>, Vec<String>) {
     let callbacks = Callbacks {
         holder: Arc::new(|_| None),
         rights: Arc::new(move |_| Ok(rights)),
+        watcher: Arc::new(|_| ()),
     };
     Site::open_for(home.config(0), home.catalog.clone(), callbacks).unwrap()
 }

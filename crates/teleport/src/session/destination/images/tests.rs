@@ -92,7 +92,7 @@ async fn a_layout_is_not_read_once_the_site_stops() {
     let layout = frame(kind::LAYOUT, sample.layout.encode());
     ends.source.send(layout).await.unwrap();
     let image = async {
-        let done = ends.session.image(dry_run(&sample), &mut ends.frames);
+        let done = ends.session.image_told(dry_run(&sample), &mut ends.frames);
         (done.await, ends.frames)
     };
     assert_eq!(ended(image, 1).await, 0);
@@ -107,7 +107,7 @@ async fn a_dry_run_ends_when_the_site_stops() {
     let offer = dry_run(&sample);
     let (mut session, mut frames) = (ends.session, ends.frames);
     let image = tokio::spawn(async move {
-        let done = session.image(offer, &mut frames).await;
+        let done = session.image_told(offer, &mut frames).await;
         (done, frames)
     });
     assert_eq!(ends.told.recv().await.unwrap().kind, kind::ACCEPT);
