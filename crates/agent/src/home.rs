@@ -251,6 +251,20 @@ impl Home {
         Ok(names)
     }
 
+    /// The homes of all domains of this site, the default one first.
+    ///
+    /// # Errors
+    /// When they cannot be listed.
+    pub fn all_domains(&self) -> Result<Vec<Home>> {
+        let mut names = vec![DEFAULT_DOMAIN.to_owned()];
+        names.extend(self.domains()?);
+        // One that is removed meanwhile is left out.
+        Ok(names
+            .iter()
+            .filter_map(|name| self.domain(name).ok())
+            .collect())
+    }
+
     fn domains_dir(&self) -> PathBuf {
         self.site_dir().join("domains")
     }

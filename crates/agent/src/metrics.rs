@@ -15,7 +15,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::mounts::{self, DiskStatus, MountState};
-use crate::status::Status;
+use crate::status::{DomainStatus, Status, Taken};
 
 /// Counters of a site's process.
 #[derive(Debug, Default)]
@@ -83,14 +83,14 @@ impl Collector for Site {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut page = Page(encoder);
         program(&mut page, &self.0, &self.1)?;
-        if let Some(counted) = &self.1.served {
-            served(&mut page, counted, self.1.leases)?;
-        }
         mounted(&mut page, &self.1.mounts)?;
-        match &self.1.site {
-            Some(site) => transfers(&mut page, site),
-            None => Ok(()),
+        let domains = &self.1.domains;
+        if domains.is_empty() {
+            return Ok(());
         }
+        stored(&mut page, domains)?;
+        served(&mut page, domains)?;
+        transfers(&mut page, domains)
     }
 }
 
@@ -135,6 +135,36 @@ impl Page<'_> {
         Ok(())
     }
 
+    /// One sample for each domain.
+    fn domains<M: EncodeMetric + TypedMetric>(
+        &mut self,
+        name: &str,
+        help: &str,
+        domains: &[DomainStatus],
+        read: impl Fn(&DomainStatus) -> Option<M>,
+    ) -> fmt::Result {
+        let samples = domains
+            .iter()
+            .filter_map(|d| Some(([d.name.clone()], read(d)?)));
+        self.each(name, help, ["domain"], samples)
+    }
+
+    /// One sample for each domain and each value of the label `by`.
+    fn split<M: EncodeMetric + TypedMetric>(
+        &mut self,
+        name: &str,
+        help: &str,
+        by: &str,
+        domains: &[DomainStatus],
+        read: impl Fn(&DomainStatus) -> Option<Vec<(String, M)>>,
+    ) -> fmt::Result {
+        let samples = domains.iter().flat_map(|d| {
+            let all = read(d).into_iter().flatten();
+            all.map(|(value, metric)| ([d.name.clone(), value], metric))
+        });
+        self.each(name, help, ["domain", by], samples)
+    }
+
     /// A counter with one sample per value of its label.
     fn counters(
         &mut self,
@@ -164,7 +194,6 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
     page.gauge("start_time_seconds", help, now.started_unix)?;
     let help = "Resident memory of the process in bytes.";
     page.gauge("resident_memory_bytes", help, resident_bytes())?;
-    page.gauge("images", "Images in the catalog.", now.images)?;
     page.gauge("peers", "Paired peers.", now.peers)?;
     page.counter("connections", "Connections accepted.", c(&m.connections))?;
     page.gauge(
@@ -215,73 +244,148 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
     page.counter("audit_failed", help, c(&m.audit_failed))
 }
 
-/// Images of this site that are mounted elsewhere.
-fn served(page: &mut Page<'_>, now: &MountCounts, leases: Option<usize>) -> fmt::Result {
-    page.each(
-        "served_mounts",
-        "Connected mounts of this site's images, by access.",
-        ["access"],
-        [("write", now.writers), ("read", now.readers)]
-            .map(|(access, n)| ([access.to_string()], ConstGauge::new(n))),
-    )?;
-    let help = "Open connections of these mounts.";
-    page.gauge("served_connections", help, now.connections)?;
-    let help = "Images open for mounts.";
-    page.gauge("served_images", help, now.images)?;
+/// What the domains have on disk, also those that are closed.
+fn stored(page: &mut Page<'_>, domains: &[DomainStatus]) -> fmt::Result {
+    let help = "Whether the domain is open (0 or 1).";
+    let is_open = |d: &DomainStatus| Some(ConstGauge::new(u64::from(d.site.is_some())));
+    page.domains("domain_open", help, domains, is_open)?;
+    let known = |d: &DomainStatus| d.problem.is_none();
+    let help = "Images in the catalog.";
+    page.domains("images", help, domains, |d| {
+        known(d).then(|| ConstGauge::new(d.images))
+    })?;
+    let help = "Unfinished transfers, also those in progress.";
+    page.domains("transfers_unfinished", help, domains, |d| {
+        known(d).then(|| ConstGauge::new(d.unfinished))
+    })?;
     let help = "Write leases, including those of disconnected mounts.";
-    match leases {
-        Some(leases) => page.gauge("served_leases", help, leases)?,
-        None => page.gauge("served_leases", help, f64::NAN)?,
+    page.domains("served_leases", help, domains, |d| {
+        d.leases.map(ConstGauge::new)
+    })?;
+    let help =
+        "Bytes of this site's disks that a peer takes: images, unfinished transfers, changes.";
+    page.split("peer_taken_bytes", help, "peer", domains, |d| {
+        let of = |t: &Taken| (t.peer.clone(), ConstGauge::new(t.taken_bytes));
+        Some(d.peers.iter().map(of).collect())
+    })?;
+    let help = "Bytes that a peer may take.";
+    page.split("peer_quota_bytes", help, "peer", domains, |d| {
+        let of = |t: &Taken| Some((t.peer.clone(), ConstGauge::new(t.quota_bytes?)));
+        Some(d.peers.iter().filter_map(of).collect())
+    })
+}
+
+/// Name and help of a metric, and how it is read from the counts of a domain.
+type Metric<T, V> = (&'static str, &'static str, fn(&T) -> V);
+
+/// Name and help of a metric, its label, and how the values of the label are counted.
+type Split = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&MountCounts) -> Vec<(&'static str, u64)>,
+);
+
+/// Images of this site that are mounted elsewhere.
+fn served(page: &mut Page<'_>, domains: &[DomainStatus]) -> fmt::Result {
+    let help = "Connected mounts of this site's images, by access.";
+    page.split("served_mounts", help, "access", domains, |d| {
+        let now = d.served.as_ref()?;
+        let counts = [("write", now.writers), ("read", now.readers)];
+        Some(Vec::from(
+            counts.map(|(access, n)| (access.to_owned(), ConstGauge::new(n))),
+        ))
+    })?;
+    let gauges: [Metric<MountCounts, u64>; 2] = [
+        (
+            "served_connections",
+            "Open connections of these mounts.",
+            |now| now.connections,
+        ),
+        ("served_images", "Images open for mounts.", |now| now.images),
+    ];
+    for (name, help, read) in gauges {
+        page.domains(name, help, domains, |d| {
+            Some(ConstGauge::new(read(d.served.as_ref()?)))
+        })?;
     }
-    page.counters(
-        "served_reads",
-        "Chunk reads requested by mounts, by priority.",
-        "kind",
-        &[
-            ("on_demand", now.reads_waited),
-            ("background", now.reads_background),
-        ],
-    )?;
-    page.counters(
-        "served_chunks",
-        "Chunks read by mounts, by content.",
-        "kind",
-        &[("data", now.chunks), ("zero", now.chunks_zero)],
-    )?;
-    page.counters(
-        "served_bytes",
-        "Bytes of images read (zeros included) and written by mounts.",
-        "direction",
-        &[("read", now.bytes_read), ("written", now.bytes_written)],
-    )?;
-    page.counters(
-        "served_link_bytes",
-        "Compressed message bytes exchanged with mounts, by direction.",
-        "direction",
-        &[("sent", now.link_out), ("received", now.link_in)],
-    )?;
-    let help = "Epochs of writes committed.";
-    page.counter("served_epochs", help, now.epochs)?;
-    page.counter(
-        "served_leases_broken",
-        "Write leases broken by the owner of the site.",
-        now.broken,
-    )?;
-    let reasons = [
+    let counters: [Split; 4] = [
+        (
+            "served_reads",
+            "Chunk reads requested by mounts, by priority.",
+            "kind",
+            |now| {
+                vec![
+                    ("on_demand", now.reads_waited),
+                    ("background", now.reads_background),
+                ]
+            },
+        ),
+        (
+            "served_chunks",
+            "Chunks read by mounts, by content.",
+            "kind",
+            |now| vec![("data", now.chunks), ("zero", now.chunks_zero)],
+        ),
+        (
+            "served_bytes",
+            "Bytes of images read (zeros included) and written by mounts.",
+            "direction",
+            |now| vec![("read", now.bytes_read), ("written", now.bytes_written)],
+        ),
+        (
+            "served_link_bytes",
+            "Compressed message bytes exchanged with mounts, by direction.",
+            "direction",
+            |now| vec![("sent", now.link_out), ("received", now.link_in)],
+        ),
+    ];
+    for (name, help, by, read) in counters {
+        page.split(name, help, by, domains, |d| {
+            let counts = read(d.served.as_ref()?).into_iter();
+            Some(
+                counts
+                    .map(|(value, n)| (value.to_owned(), ConstCounter::new(n)))
+                    .collect(),
+            )
+        })?;
+    }
+    let counters: [Metric<MountCounts, u64>; 2] = [
+        ("served_epochs", "Epochs of writes committed.", |now| {
+            now.epochs
+        }),
+        (
+            "served_leases_broken",
+            "Write leases broken by the owner of the site.",
+            |now| now.broken,
+        ),
+    ];
+    for (name, help, read) in counters {
+        page.domains(name, help, domains, |d| {
+            Some(ConstCounter::new(read(d.served.as_ref()?)))
+        })?;
+    }
+    let reasons: [Metric<MountCounts, Vec<(String, u64)>>; 2] = [
         (
             "served_refused",
             "Mount connections refused, by reason.",
-            &now.refused,
+            |now| now.refused.clone(),
         ),
         (
             "served_errors",
             "Mount requests that failed, by reason.",
-            &now.failed,
+            |now| now.failed.clone(),
         ),
     ];
-    for (name, help, by_reason) in reasons {
-        let counts: Vec<_> = by_reason.iter().map(|(r, n)| (r.as_str(), *n)).collect();
-        page.counters(name, help, "reason", &counts)?;
+    for (name, help, read) in reasons {
+        page.split(name, help, "reason", domains, |d| {
+            let counts = read(d.served.as_ref()?).into_iter();
+            Some(
+                counts
+                    .map(|(reason, n)| (reason, ConstCounter::new(n)))
+                    .collect(),
+            )
+        })?;
     }
     Ok(())
 }
@@ -365,51 +469,79 @@ fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
     Ok(())
 }
 
-/// Transfers and the matcher.
-fn transfers(page: &mut Page<'_>, site: &SiteStatus) -> fmt::Result {
-    let counters = [
-        (
-            "images_delivered",
-            "Images delivered to this site.",
-            site.delivered_images,
-        ),
+/// Transfers and the matcher, of the domains that are open.
+fn transfers(page: &mut Page<'_>, domains: &[DomainStatus]) -> fmt::Result {
+    let counters: [Metric<SiteStatus, u64>; 3] = [
+        ("images_delivered", "Images delivered to this site.", |s| {
+            s.delivered_images
+        }),
         (
             "blocks_matched",
             "Blocks reused from images or the sequence cache.",
-            site.matched_blocks,
+            |s| s.matched_blocks,
+        ),
+        ("blocks_received", "Blocks received over the link.", |s| {
+            s.sent_blocks
+        }),
+    ];
+    for (name, help, read) in counters {
+        page.domains(name, help, domains, |d| {
+            Some(ConstCounter::new(read(d.site.as_ref()?)))
+        })?;
+    }
+    let gauges: [Metric<SiteStatus, u64>; 2] = [
+        (
+            "sequences_pending",
+            "Sequences waiting to be copied to the sequence cache.",
+            |s| s.pending_sequences,
         ),
         (
-            "blocks_received",
-            "Blocks received over the link.",
-            site.sent_blocks,
+            "matcher_catching_up",
+            "Whether the matcher does not know all images yet (0 or 1).",
+            |s| u64::from(s.catching_up),
         ),
     ];
-    for (name, help, n) in counters {
-        page.counter(name, help, n)?;
+    for (name, help, read) in gauges {
+        page.domains(name, help, domains, |d| {
+            Some(ConstGauge::new(read(d.site.as_ref()?)))
+        })?;
     }
-    let help = "Sequences waiting to be copied to the sequence cache.";
-    page.gauge("sequences_pending", help, site.pending_sequences)?;
-    let help = "Whether the matcher does not know all images yet (0 or 1).";
-    page.gauge("matcher_catching_up", help, u64::from(site.catching_up))?;
-    matcher(page, &site.matcher)
+    matcher(page, domains)
 }
 
-/// The matcher's counts by name, as [`SiteStatus::matcher`] has them.
-fn matcher(page: &mut Page<'_>, counts: &[(String, u64)]) -> fmt::Result {
-    if counts.is_empty() {
+/// A count of the matcher of a domain by name, as [`SiteStatus::matcher`] has them; `None` without a matcher here.
+fn matched(domain: &DomainStatus, key: &str) -> Option<u64> {
+    let counts = &domain.site.as_ref()?.matcher;
+    let of = || counts.iter().find(|(k, _)| k == key).map_or(0, |(_, n)| *n);
+    (!counts.is_empty()).then(of)
+}
+
+/// The matchers.
+fn matcher(page: &mut Page<'_>, domains: &[DomainStatus]) -> fmt::Result {
+    if domains.iter().all(|d| matched(d, "memory").is_none()) {
         return Ok(());
     }
-    let of = |key: &str| counts.iter().find(|(k, _)| k == key).map_or(0, |(_, n)| *n);
-    let caches = |what: &str| {
-        let n = |cache: &str| ([cache.to_string()], of(&format!("{cache}_{what}")));
-        ["c0", "c1", "c2"].map(n)
+    let caches = |d: &DomainStatus, what: &str| {
+        let n = |cache: &str| Some((cache.to_owned(), matched(d, &format!("{cache}_{what}"))?));
+        ["c0", "c1", "c2"]
+            .iter()
+            .map(|cache| n(cache))
+            .collect::<Option<Vec<_>>>()
     };
     for (what, help) in [
         ("capacity", "Slots of the matcher's caches."),
         ("entries", "Slots in use in the matcher's caches."),
     ] {
-        let samples = caches(what).map(|(cache, n)| (cache, ConstGauge::new(n)));
-        page.each(&format!("matcher_cache_{what}"), help, ["cache"], samples)?;
+        page.split(
+            &format!("matcher_cache_{what}"),
+            help,
+            "cache",
+            domains,
+            |d| {
+                let all = caches(d, what)?.into_iter();
+                Some(all.map(|(cache, n)| (cache, ConstGauge::new(n))).collect())
+            },
+        )?;
     }
     for (what, help) in [
         ("lookups", "Digests looked up in the matcher's caches."),
@@ -420,13 +552,26 @@ fn matcher(page: &mut Page<'_>, counts: &[(String, u64)]) -> fmt::Result {
         ),
         ("evictions", "Entries evicted from the matcher's caches."),
     ] {
-        let samples = caches(what).map(|(cache, n)| (cache, ConstCounter::new(n)));
-        page.each(&format!("matcher_cache_{what}"), help, ["cache"], samples)?;
+        page.split(
+            &format!("matcher_cache_{what}"),
+            help,
+            "cache",
+            domains,
+            |d| {
+                let all = caches(d, what)?.into_iter();
+                Some(
+                    all.map(|(cache, n)| (cache, ConstCounter::new(n)))
+                        .collect(),
+                )
+            },
+        )?;
     }
     let help = "Blocks in matched runs, by how the run was found.";
-    let via = ["c0", "c1", "c2", "anchor", "aligned", "repeat"];
-    let via = via.map(|by| (by, of(&format!("via_{by}"))));
-    page.counters("matcher_run_blocks", help, "via", &via)?;
+    page.split("matcher_run_blocks", help, "via", domains, |d| {
+        let via = ["c0", "c1", "c2", "anchor", "aligned", "repeat"].into_iter();
+        let n = |by: &str| matched(d, &format!("via_{by}")).map(ConstCounter::new);
+        via.map(|by| Some((by.to_owned(), n(by)?))).collect()
+    })?;
     for (key, name, help) in [
         (
             "blocks",
@@ -457,10 +602,14 @@ fn matcher(page: &mut Page<'_>, counts: &[(String, u64)]) -> fmt::Result {
             "Bytes written to storage by the matcher.",
         ),
     ] {
-        page.counter(name, help, of(key))?;
+        page.domains(name, help, domains, |d| {
+            matched(d, key).map(ConstCounter::new)
+        })?;
     }
     let help = "Memory of the matcher in bytes.";
-    page.gauge("matcher_memory_bytes", help, of("memory"))
+    page.domains("matcher_memory_bytes", help, domains, |d| {
+        matched(d, "memory").map(ConstGauge::new)
+    })
 }
 
 /// Escapes a label value; the library does not.

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_net::{Code, PeerKey, Refusal};
-use drover_store::{Catalog, SiteCatalog, changes};
+use drover_store::{Catalog, ImageRecord, SiteCatalog, changes};
+use drover_teleport::Unfinished;
 use parking_lot::Mutex;
 use rustix::fs::statvfs;
 
@@ -109,16 +110,11 @@ impl Quotas {
                 bytes: None,
             });
         };
-        let images = self.images.images()?.into_iter();
-        let images =
-            images.filter(|image| image.owner == Some(*key) && Some(&image.name) != instead);
-        let transfers = drover_teleport::unfinished(&self.home.work_dir())?.into_iter();
-        let transfers = transfers.filter(|transfer| transfer.sender == *key);
-        let written = changes::all(&self.home.mounted_dir())?.into_iter();
-        let written = written.filter(|c| c.writer.as_ref().is_some_and(|by| by.peer == key.0));
-        let taken = images.map(|image| image.data_bytes).sum::<u64>()
-            + transfers.map(|transfer| transfer.room_bytes).sum::<u64>()
-            + written.map(|changes| changes.room).sum::<u64>();
+        let mut images = self.images.images()?;
+        images.retain(|image| Some(&image.name) != instead);
+        let transfers = drover_teleport::unfinished(&self.home.work_dir())?;
+        let taken = taken(&self.home, &images, &transfers)?;
+        let taken = taken.get(key).copied().unwrap_or_default();
         Ok(Left {
             counted,
             bytes: Some((quota, quota.saturating_sub(taken))),
@@ -143,6 +139,29 @@ impl Quotas {
             )),
         }
     }
+}
+
+/// What each peer has taken in the domain of this home, in bytes: images that it owns, unfinished transfers, and what its
+/// mounts have written.
+///
+/// # Errors
+/// When the changes by mounts cannot be listed.
+pub fn taken(
+    home: &Home,
+    images: &[ImageRecord],
+    transfers: &[Unfinished],
+) -> Result<HashMap<PeerKey, u64>> {
+    let images = images.iter().map(|image| (image.owner, image.data_bytes));
+    let transfers = transfers.iter().map(|t| (Some(t.sender), t.room_bytes));
+    let written = changes::rooms(&home.mounted_dir())?.into_iter();
+    let written = written.map(|(writer, room)| (writer.map(|by| PeerKey(by.peer)), room));
+    let mut taken = HashMap::new();
+    for (peer, bytes) in images.chain(transfers).chain(written) {
+        if let Some(peer) = peer {
+            *taken.entry(peer).or_default() += bytes;
+        }
+    }
+    Ok(taken)
 }
 
 #[cfg(test)]

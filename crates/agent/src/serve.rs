@@ -7,6 +7,7 @@
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
 //! - `ownership`: what belongs to a caller.
+//! - `look`: the status of all domains.
 //! - `jobs`: long-running requests, with progress.
 //! - `matchers`: the per-site state of a standalone teleporter.
 //! - `recovery`: finishes merges that a crash interrupted.
@@ -25,6 +26,7 @@ mod images;
 mod in_domain;
 mod jobs;
 mod leases;
+mod look;
 mod manage;
 mod matchers;
 mod matching;

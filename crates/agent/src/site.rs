@@ -77,6 +77,19 @@ pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
     }
 }
 
+/// Opens the catalog of a home just to count what is in it: without a repair, and without creating files, where that is
+/// possible.
+///
+/// # Errors
+/// When it cannot be read.
+pub(crate) fn glance_at_catalog(home: &Home) -> Result<SiteCatalog> {
+    let former = |peer: Option<&Peer>| former_grant(home, peer);
+    match SiteCatalog::open_on_full_disk(home.dir(), &former) {
+        Ok(Some(catalog)) => Ok(catalog),
+        _ => look_at_catalog(home),
+    }
+}
+
 /// Opens the site of a home whose lock this process holds, and reports repairs.
 ///
 /// # Errors

@@ -29,7 +29,7 @@ pub struct Status {
     pub started_unix: i64,
     /// Seconds since then.
     pub uptime_seconds: i64,
-    /// Images in the catalog.
+    /// Images of all domains.
     pub images: usize,
     /// Peers in the catalog.
     pub peers: usize,
@@ -37,12 +37,49 @@ pub struct Status {
     pub connections_open: i64,
     /// Open sessions.
     pub sessions_open: i64,
-    /// Status of the teleport layer; `None` for a teleporter.
-    pub site: Option<SiteStatus>,
-    /// Counts of what is served to mounts of other sites; `None` for a teleporter.
-    pub served: Option<MountCounts>,
-    /// Number of write leases; `None` when they cannot be read.
-    pub leases: Option<usize>,
+    /// Its domains, the default one first; none for a teleporter.
+    pub domains: Vec<DomainStatus>,
     /// Mounts of this home, each served by its own process.
     pub mounts: Vec<mounts::Status>,
+}
+
+/// The status of a domain. Counts are since the domain was opened.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct DomainStatus {
+    /// Its name.
+    pub name: String,
+    /// Images in its catalog.
+    pub images: usize,
+    /// Unfinished transfers, also those in progress.
+    pub unfinished: usize,
+    /// Number of write leases; `None` when they cannot be read.
+    pub leases: Option<usize>,
+    /// What peers take of the site's disks: those that have taken something, and those with a quota.
+    pub peers: Vec<Taken>,
+    /// Why the rest is not known.
+    pub problem: Option<String>,
+    /// Status of the teleport layer; `None` while the domain is closed.
+    pub site: Option<SiteStatus>,
+    /// Counts of what is served to mounts of other sites; `None` while the domain is closed.
+    pub served: Option<MountCounts>,
+}
+
+impl DomainStatus {
+    /// Memory of the matcher in bytes; `None` while the domain is closed, and with a teleporter on another host.
+    pub fn matcher_bytes(&self) -> Option<u64> {
+        let counts = &self.site.as_ref()?.matcher;
+        let memory = counts.iter().find(|(name, _)| name == "memory")?;
+        Some(memory.1)
+    }
+}
+
+/// What a peer takes of a site's disks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Taken {
+    /// Its name.
+    pub peer: String,
+    /// Bytes of its images, its unfinished transfers, and what its mounts have written.
+    pub taken_bytes: u64,
+    /// Bytes that it may take; `None` for no limit.
+    pub quota_bytes: Option<u64>,
 }

@@ -380,8 +380,9 @@ pub struct RmArgs {
 
 /// Show the status of the running site
 ///
-/// Counts are since its start. Sequences are pending until their blocks are copied to the sequence cache. While the matcher is
-/// catching up with the images of the site, fewer blocks of images that arrive are matched.
+/// There is a line for each domain. MOUNTS are those connected to its images, LEASES also those of mounts that are not connected. DELIVERED, MATCHED and
+/// RECEIVED are images, reused blocks and blocks over the link since the domain was opened, MATCHER the memory of its matcher; a closed domain has none of them, and is opened
+/// when it is used. While the matcher is catching up with the images of the domain, fewer blocks of images that arrive are matched.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -167,8 +167,14 @@ fn show(name: &str, lines: &[String], json: bool) -> Result<()> {
 pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
     match args.action {
         Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
-        Some(MountsAction::Break { name, yes, json }) => {
-            leases::break_lease(home, &name, yes, json || args.json).await
+        Some(MountsAction::Break {
+            name,
+            yes,
+            json,
+            of,
+        }) => {
+            let home = home.domain(&of.domain)?;
+            leases::break_lease(&home, &name, yes, json || args.json).await
         }
         None if args.metrics => {
             let text = of_mounts(all(home, ANSWER_LIMIT).await?);

@@ -12,7 +12,7 @@ use drover_device::backend::overlay;
 use drover_storage::{Directory, HostDirectory};
 
 use crate::StoreError;
-use crate::lease::{Holder, LeaseTable};
+use crate::lease::{Holder, LeaseTable, has_overlay};
 
 /// The directory of all overlays and leases.
 const OVERLAYS: &str = "overlays";
@@ -71,6 +71,24 @@ pub fn all(state: &Path) -> Result<Vec<Changes>, StoreError> {
         (&a.image, a.earlier, &a.directory).cmp(&(&b.image, b.earlier, &b.directory))
     });
     Ok(out)
+}
+
+/// The disk space that the changes to each image take, in bytes, and who wrote last. Reads none of them; blocks on the disk.
+///
+/// # Errors
+/// When `state` cannot be read.
+pub fn rooms(state: &Path) -> Result<Vec<(Option<Holder>, u64)>, StoreError> {
+    let found = directories(state)?.into_iter();
+    let written = found.filter(|(_, directory, _)| has_overlay(directory));
+    let of = |(image, directory, _): (ImageName, PathBuf, bool)| {
+        let room = room(&directory);
+        let leases = LeaseTable::open(image, directory).ok();
+        (
+            leases.and_then(|leases| leases.last_writer().cloned()),
+            room,
+        )
+    };
+    Ok(written.map(of).collect())
 }
 
 /// The changes to one image. Blocks on the disk.

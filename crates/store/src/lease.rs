@@ -70,7 +70,7 @@ impl Record {
 }
 
 /// Whether mounts have written over the image, regardless of its lease.
-fn has_overlay(directory: &Path) -> bool {
+pub(crate) fn has_overlay(directory: &Path) -> bool {
     directory.join("states").exists()
 }
 

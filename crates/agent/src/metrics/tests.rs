@@ -20,11 +20,15 @@ fn mount(name: &str, state: MountState) -> mounts::Status {
 }
 
 /// Every metric name: dashboards depend on them.
-const NAMES: [&str; 59] = [
+const NAMES: [&str; 63] = [
     "drover_build_info",
     "drover_start_time_seconds",
     "drover_resident_memory_bytes",
+    "drover_domain_open",
     "drover_images",
+    "drover_transfers_unfinished",
+    "drover_peer_taken_bytes",
+    "drover_peer_quota_bytes",
     "drover_peers",
     "drover_connections_total",
     "drover_connections_open",
@@ -85,6 +89,35 @@ const NAMES: [&str; 59] = [
 fn status() -> Status {
     let mut up = mount("a\"b", MountState::Up);
     up.disks[0].seconds_left = Some(2.5);
+    let open = DomainStatus {
+        name: "default".into(),
+        images: 2,
+        leases: Some(4),
+        site: Some(SiteStatus {
+            catching_up: true,
+            matcher: vec![("c1_hits".into(), 4), ("via_anchor".into(), 9)],
+            ..SiteStatus::default()
+        }),
+        served: Some(MountCounts {
+            writers: 1,
+            readers: 2,
+            reads_background: 7,
+            refused: vec![("leased".into(), 3)],
+            failed: vec![("io".into(), 0)],
+            ..MountCounts::default()
+        }),
+        ..DomainStatus::default()
+    };
+    let closed = DomainStatus {
+        name: "acme".into(),
+        images: 3,
+        peers: vec![Taken {
+            peer: "web".into(),
+            taken_bytes: 5,
+            quota_bytes: Some(10),
+        }],
+        ..DomainStatus::default()
+    };
     Status {
         running: true,
         duty: "site".into(),
@@ -100,20 +133,7 @@ fn status() -> Status {
         peers: 1,
         connections_open: 0,
         sessions_open: 0,
-        site: Some(SiteStatus {
-            catching_up: true,
-            matcher: vec![("c1_hits".into(), 4), ("via_anchor".into(), 9)],
-            ..SiteStatus::default()
-        }),
-        served: Some(MountCounts {
-            writers: 1,
-            readers: 2,
-            reads_background: 7,
-            refused: vec![("leased".into(), 3)],
-            failed: vec![("io".into(), 0)],
-            ..MountCounts::default()
-        }),
-        leases: Some(4),
+        domains: vec![open, closed],
         mounts: vec![up, mount("dead", MountState::Dead)],
     }
 }
@@ -143,15 +163,20 @@ fn the_text_is_what_prometheus_reads() {
         "drover_build_info{version=\"0.1.0\"} 1",
         "drover_connections_total 3",
         "drover_connections_rejected_total{reason=\"trust\"} 1",
-        "drover_images 2",
-        "drover_matcher_catching_up 1",
-        "drover_matcher_cache_hits_total{cache=\"c1\"} 4",
-        "drover_matcher_run_blocks_total{via=\"anchor\"} 9",
+        "drover_images{domain=\"default\"} 2",
+        "drover_images{domain=\"acme\"} 3",
+        "drover_domain_open{domain=\"default\"} 1",
+        "drover_domain_open{domain=\"acme\"} 0",
+        "drover_peer_taken_bytes{domain=\"acme\",peer=\"web\"} 5",
+        "drover_peer_quota_bytes{domain=\"acme\",peer=\"web\"} 10",
+        "drover_matcher_catching_up{domain=\"default\"} 1",
+        "drover_matcher_cache_hits_total{domain=\"default\",cache=\"c1\"} 4",
+        "drover_matcher_run_blocks_total{domain=\"default\",via=\"anchor\"} 9",
         "# TYPE drover_sessions counter",
-        "drover_served_mounts{access=\"read\"} 2",
-        "drover_served_reads_total{kind=\"background\"} 7",
-        "drover_served_refused_total{reason=\"leased\"} 3",
-        "drover_served_leases 4",
+        "drover_served_mounts{domain=\"default\",access=\"read\"} 2",
+        "drover_served_reads_total{domain=\"default\",kind=\"background\"} 7",
+        "drover_served_refused_total{domain=\"default\",reason=\"leased\"} 3",
+        "drover_served_leases{domain=\"default\"} 4",
         "drover_mount_up{mount=\"a\\\"b\"} 1",
         "drover_mount_up{mount=\"dead\"} 0",
         "drover_mount_local_bytes{mount=\"a\\\"b\",image=\"far:web\",mode=\"managed\"} 10",
@@ -161,6 +186,15 @@ fn the_text_is_what_prometheus_reads() {
         assert!(text.lines().any(|l| l == line), "{line}\n{text}");
     }
     let has = |start: &str| text.lines().any(|l| l.starts_with(start));
+    assert!(
+        !has("drover_served_leases{domain=\"acme\""),
+        "they cannot be read"
+    );
+    assert!(
+        !has("drover_served_images{domain=\"acme\"")
+            && !has("drover_blocks_matched_total{domain=\"acme\""),
+        "what is closed counts nothing"
+    );
     assert!(
         !has("drover_mount_remaining_seconds{mount=\"dead\""),
         "it is not known"

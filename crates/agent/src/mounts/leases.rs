@@ -5,8 +5,8 @@ use std::sync::Arc;
 use drover_core::ImageName;
 use drover_mount::server::{Server, WhyBroken, lease_on_disk};
 use drover_net::request;
-use drover_store::Catalog;
 use drover_store::lease::Holder;
+use drover_store::{Catalog, changes};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
@@ -17,6 +17,8 @@ use crate::site;
 /// A mounted or leased image, as reported to users.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Held {
+    /// The domain of the image.
+    pub domain: String,
     /// The image's name.
     pub image: String,
     /// The holder of the write lease.
@@ -62,7 +64,7 @@ impl From<Holder> for Writer {
     }
 }
 
-/// Request: list the leases of this site's images.
+/// Request: list the leases of this site's images, in all domains.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ListLeases;
 request!(ListLeases: "lease.list", Manage, () => Vec<Held>);
@@ -75,18 +77,45 @@ pub struct BreakLease {
 }
 request!(BreakLease: "lease.break", Manage, () => Broken);
 
-/// The leases of a server.
+/// The leases of the server of a domain.
 ///
 /// # Errors
 /// When the site's state cannot be read.
-pub fn leases_of(server: &Server) -> Result<Vec<Held>> {
+pub fn leases_of(server: &Server, domain: &str) -> Result<Vec<Held>> {
     let held = server.leases()?.into_iter().map(|leased| Held {
+        domain: domain.to_owned(),
         image: leased.image,
         writer: leased.holder.map(Writer::from),
         connected: leased.connected,
         problem: leased.problem,
     });
     Ok(held.collect())
+}
+
+/// The write leases of a domain that no process serves.
+///
+/// # Errors
+/// When the site's state cannot be read.
+pub fn leases_on_disk(home: &Home) -> Result<Vec<Held>> {
+    let state = home.mounted_dir();
+    let mut all = Vec::new();
+    for name in changes::names(&state)? {
+        let (holder, problem) = match lease_on_disk(&state, &name) {
+            Ok(None) => continue,
+            Ok(holder) => (holder, None),
+            // An unreadable one does not hide the others.
+            Err(e) => (None, Some(e.to_string())),
+        };
+        all.push(Held {
+            domain: home.domain_name().to_owned(),
+            image: name.to_string(),
+            writer: holder.map(Writer::from),
+            connected: Vec::new(),
+            problem,
+        });
+    }
+    all.sort_by(|a, b| a.image.cmp(&b.image));
+    Ok(all)
 }
 
 /// Revokes the write lease of an image; returns its former holder.
@@ -105,7 +134,7 @@ pub async fn break_at(server: &Arc<Server>, name: &ImageName, why: WhyBroken) ->
     })
 }
 
-/// The leases of this site's images, from the running site or, when none runs, from disk.
+/// The leases of this site's images in all domains, from the running site or, when none runs, from disk.
 ///
 /// # Errors
 /// When the site does not reply, or its state cannot be read.
@@ -113,8 +142,11 @@ pub async fn held(home: &Home) -> Result<Vec<Held>> {
     if let Some(call) = Call::local(home).await? {
         return call.ask(&ListLeases, |()| {}).await;
     }
-    let catalog = Arc::new(site::look_at_catalog(home)?);
-    leases_of(super::site_server(home, &catalog)?.as_ref())
+    let mut all = Vec::new();
+    for domain in home.all_domains()? {
+        all.extend(leases_on_disk(&domain)?);
+    }
+    Ok(all)
 }
 
 /// Revokes the write lease of an image, through the running site or, when none runs, in this process.

@@ -281,6 +281,12 @@ impl Domains {
         self.close_idle(Duration::ZERO, usize::MAX).await;
     }
 
+    /// A domain, if it is open. It may be closed meanwhile: not to be kept.
+    pub fn glance(&self, name: &str) -> Option<Arc<Domain>> {
+        let open = self.open.lock();
+        open.get(name).map(|opened| Arc::clone(&opened.domain))
+    }
+
     /// Those that are open.
     pub fn open(&self) -> Vec<(String, Arc<Domain>)> {
         let open = self.open.lock();

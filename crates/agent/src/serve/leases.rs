@@ -6,19 +6,19 @@ use drover_mount::server::WhyBroken;
 use drover_net::Refusal;
 use drover_net::service::{Exchange, Handler, Peer};
 
-use super::server::OfSite;
+use super::server::{Common, OfSite};
 use crate::error::failed;
-use crate::mounts::{BreakLease, Broken, Held, ListLeases, leases_of};
+use crate::mounts::{BreakLease, Broken, Held, ListLeases};
 
-impl Handler<ListLeases> for OfSite {
+impl Handler<ListLeases> for Common {
     async fn handle(
         &self,
         _: &Peer,
         _: ListLeases,
         _: &mut Exchange<'_, ListLeases>,
     ) -> Result<Vec<Held>, Refusal> {
-        let devices = Arc::clone(&self.domain.devices);
-        let leases = tokio::task::spawn_blocking(move || leases_of(&devices)).await;
+        let server = Arc::clone(&self.0);
+        let leases = tokio::task::spawn_blocking(move || server.leases()).await;
         leases.map_err(failed)?.map_err(failed)
     }
 }

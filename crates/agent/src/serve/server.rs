@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_mount::server::Leased;
 use drover_net::{Identity, PeerKey, Shares};
-use drover_store::{Catalog, SiteCatalog};
+use drover_store::SiteCatalog;
 use tokio::sync::watch;
 
 use super::domains::{Domain, Domains};
@@ -102,17 +101,7 @@ impl Server {
     }
 
     fn look(&self, mounts: Vec<mounts::Status>) -> Result<Status> {
-        let (site, served, leases) = match &self.duty {
-            Duty::Site(domain) => {
-                let (site, devices) = (&domain.site, &domain.devices);
-                let held = |l: &&Leased| l.holder.is_some();
-                // An unreadable lease must not hide the rest of the status.
-                let leases = devices.leases().inspect_err(|e| tracing::warn!("{e}"));
-                let leases = leases.ok().map(|all| all.iter().filter(held).count());
-                (Some(site.status()), Some(devices.counted()), leases)
-            }
-            Duty::Teleporter(_) => (None, None, None),
-        };
+        let domains = self.look_at_domains()?;
         Ok(Status {
             running: true,
             duty: self.duty.name().into(),
@@ -124,13 +113,11 @@ impl Server {
             addresses: self.addresses.clone(),
             started_unix: self.started_unix,
             uptime_seconds: (now_unix() - self.started_unix).max(0),
-            images: self.catalog.images()?.len(),
+            images: domains.iter().map(|domain| domain.images).sum(),
             peers: self.catalog.peers()?.len(),
             connections_open: self.metrics.connections_open.load(Relaxed),
             sessions_open: self.metrics.sessions_open.load(Relaxed),
-            site,
-            served,
-            leases,
+            domains,
             mounts,
         })
     }

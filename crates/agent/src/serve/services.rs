@@ -69,7 +69,7 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
-    services.handle::<crate::mounts::ListLeases>(site.clone());
+    services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
     // The mounts tell of it.
     services.handle::<crate::mounts::BreakLease>(site.clone());
     services.handle::<crate::changes::ListChanges>(site.clone());

@@ -9,7 +9,7 @@ use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, Target};
 use drover_agent::text;
 use drover_core::ImageName;
 
-use super::values::image_name;
+use super::values::{DomainArg, image_name};
 
 /// The size of a disk is a multiple of this, as front ends count in sectors.
 const SECTOR: u64 = 512;
@@ -347,7 +347,7 @@ pub struct MountsArgs {
 /// The commands of `mounts`.
 #[derive(Debug, Subcommand)]
 pub enum MountsAction {
-    /// List the leases and connections of mounts to images of this site
+    /// List the leases and connections of mounts to images of this site, in all domains
     #[command(after_help = "\
 Examples:
   drover mounts leases
@@ -362,7 +362,8 @@ Examples:
 Examples:
   drover mounts leases                     who holds it, and whether it is connected
   drover mounts break web.qcow2
-  drover mounts break web.qcow2 --yes      in a script")]
+  drover mounts break web.qcow2 --yes      in a script
+  drover mounts break web.qcow2 --domain acme")]
     Break {
         /// Name of the image
         #[arg(value_name = "IMAGE", value_parser = image_name)]
@@ -373,6 +374,8 @@ Examples:
         /// Print one JSON object
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        of: DomainArg,
     },
 }
 

@@ -6,10 +6,10 @@ use drover_agent::mounts;
 use drover_agent::text::{clean, moment};
 use drover_core::ImageName;
 
-use crate::failure::no_image;
+use crate::failure::{no_image, refused};
 use crate::{out, prompt};
 
-/// Lists the leases.
+/// Lists the leases of all domains.
 ///
 /// # Errors
 /// When the site does not respond.
@@ -28,6 +28,7 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
             let writer = held.writer.as_ref();
             vec![
                 clean(&held.image),
+                clean(&held.domain),
                 writer.map_or_else(|| "-".into(), |w| clean(&w.peer)),
                 match &held.problem {
                     Some(problem) => clean(problem),
@@ -40,18 +41,38 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
             ]
         })
         .collect();
-    let heading = ["image", "writer", "mount", "since (UTC)", "connected"];
+    let heading = [
+        "image",
+        "domain",
+        "writer",
+        "mount",
+        "since (UTC)",
+        "connected",
+    ];
     out::line(&out::table(&heading, rows, &[]))
 }
 
-/// Revokes the write lease of an image.
+/// The error when another domain than that of this home has the image.
+fn elsewhere(home: &Home, name: &ImageName) -> Result<Option<anyhow::Error>> {
+    for domain in home.all_domains()? {
+        if mounts::is_known(&domain, name)? {
+            let domain = domain.domain_name();
+            return Ok(Some(refused(format!(
+                "{name} is in the domain {domain}: use --domain {domain}"
+            ))));
+        }
+    }
+    Ok(None)
+}
+
+/// Revokes the write lease of an image in the domain of this home.
 ///
 /// # Errors
 /// When there is no such image, or the site does not respond.
 pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -> Result<()> {
     let mut room = CleanUp::of(home);
     if !room.run(|| mounts::is_known(home, name))? {
-        return Err(no_image(name));
+        return Err(elsewhere(home, name)?.unwrap_or_else(|| no_image(name)));
     }
     let question = format!(
         "Revoke the write lease of {name}? Data that its holder has not pushed can no longer be pushed"

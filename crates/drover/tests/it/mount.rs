@@ -182,7 +182,7 @@ impl Drop for Mounts {
     fn drop(&mut self) {
         // Nothing below may hang: the file of a dead daemon must return errors.
         self.proxy.cut();
-        for home in ["near", "other"] {
+        for home in ["near", "other", "a", "far"] {
             clear_all(&self.world.path(home).join("mounts"));
         }
     }

@@ -289,7 +289,7 @@ fn a_stopped_send_resumes_where_it_was() {
         .unwrap();
     until("a good part is there", || {
         let status = world.run("far", &["status", "--json"]).ok().json();
-        let done = status[0]["site"]["transfers"][0]["done_blocks"].as_u64();
+        let done = status[0]["domains"][0]["site"]["transfers"][0]["done_blocks"].as_u64();
         done.is_some_and(|d| d >= 2048)
     });
     signal(sending.id(), "TERM");
@@ -331,7 +331,7 @@ fn a_site_that_stops_leaves_the_transfer_resumable_and_the_sender_goes_on() {
         .unwrap();
     until("a good part is there", || {
         let status = world.run("far", &["status", "--json"]).ok().json();
-        status[0]["site"]["transfers"][0]["done_blocks"]
+        status[0]["domains"][0]["site"]["transfers"][0]["done_blocks"]
             .as_u64()
             .is_some_and(|d| d >= 2048)
     });
@@ -426,7 +426,7 @@ fn an_image_that_changes_while_it_is_sent_is_not_delivered() {
         .unwrap();
     until("it is on its way", || {
         let status = world.run("far", &["status", "--json"]).ok().json();
-        status[0]["site"]["transfers"][0]["done_blocks"]
+        status[0]["domains"][0]["site"]["transfers"][0]["done_blocks"]
             .as_u64()
             .is_some_and(|d| d > 0)
     });
@@ -492,7 +492,7 @@ fn a_name_that_exists_is_replaced_at_the_end() {
         .unwrap();
     until("it is on its way", || {
         let status = world.run("far", &["status", "--json"]).ok().json();
-        status[0]["site"]["transfers"][0]["done_blocks"]
+        status[0]["domains"][0]["site"]["transfers"][0]["done_blocks"]
             .as_u64()
             .is_some_and(|d| d > 0)
     });

@@ -66,7 +66,10 @@ fn metrics_are_on_the_socket_and_on_a_port_that_was_asked_for() {
     let port = crate::world::own_address();
     let _site = world.serve("far", &["--metrics-listen", &port.to_string()]);
     let local = world.run("far", &["status", "--metrics"]).ok().out;
-    assert!(local.contains("\ndrover_images 0\n"), "{local}");
+    assert!(
+        local.contains("\ndrover_images{domain=\"default\"} 0\n"),
+        "{local}"
+    );
     let answer = http(port, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
     assert!(
         answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.contains("\ndrover_connections_open "),

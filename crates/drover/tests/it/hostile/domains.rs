@@ -1,11 +1,20 @@
 //! Peers of one domain that want to know what is in another.
 
+use serde_json::Value;
+
 use super::*;
-use crate::world::same;
+use crate::mount::client::Client as Nbd;
+use crate::mount::{Mounts, text};
+use crate::world::{same, signal};
 
 /// A site with a domain for each of two tenants, paired as `a` and `b`.
 fn two_tenants(world: &World) -> Site {
     let site = world.serve("far", &[]);
+    add_tenants(world);
+    site
+}
+
+fn add_tenants(world: &World) {
     for tenant in ["a", "b"] {
         world.run("far", &["domains", "add", tenant]).ok();
         let ticket = world
@@ -16,7 +25,6 @@ fn two_tenants(world: &World) -> Site {
             .run(tenant, &["pair", ticket.trim(), "--name", "far"])
             .ok();
     }
-    site
 }
 
 #[test]
@@ -69,6 +77,125 @@ fn what_is_in_a_domain_is_not_seen_or_matched_in_another() {
         .run("a", &["send", path, "far", "--as", "copy.img"])
         .ok();
     assert_eq!(site.stop().0, Some(0));
+}
+
+#[test]
+fn a_site_shows_its_user_all_domains_without_opening_them() {
+    let mut m = Mounts::new();
+    add_tenants(&m.world);
+    m.world
+        .run("far", &["peers", "set", "a", "--quota", "8M"])
+        .ok();
+    let image = m.world.image("web.img", 1, 256);
+    m.world.run("a", &["send", text(&image), "far"]).ok();
+    let socket = m.world.path("nbd.sock");
+    let listen = format!("unix:{}", text(&socket));
+    let export = ["export", "far:web.img", "--nbd", &listen, "--background"];
+    m.world.run("a", &export).ok();
+    let mut disk = Nbd::connect(&socket, "web.img");
+    disk.write(0, &[7; 4096]).unwrap();
+    drop(disk);
+    let status = |m: &Mounts| {
+        m.world
+            .run("far", &["status", "--json"])
+            .ok()
+            .json()
+            .remove(0)
+    };
+    let of = |status: &Value, domain: &str| {
+        let domains = status["domains"].as_array().unwrap();
+        domains
+            .iter()
+            .find(|d| d["name"] == domain)
+            .unwrap()
+            .clone()
+    };
+    let taken = 256 * 4096;
+    let check = |status: &Value| {
+        assert_eq!(status["images"], 1, "{status}");
+        let a = of(status, "a");
+        assert_eq!((&a["images"], &a["leases"]), (&1.into(), &1.into()), "{a}");
+        assert_eq!(a["peers"][0]["peer"], "a", "{a}");
+        assert!(
+            a["peers"][0]["taken_bytes"].as_u64().unwrap() >= taken,
+            "{a}"
+        );
+        assert_eq!(a["peers"][0]["quota_bytes"], 8 << 20, "{a}");
+    };
+    let now = status(&m);
+    check(&now);
+    let a = of(&now, "a");
+    assert_eq!(a["site"]["delivered_images"], 1, "{a}");
+    assert_eq!(a["served"]["writers"], 1, "{a}");
+    assert!(of(&now, "b")["site"].is_null(), "nobody has used it");
+    let metrics = m.world.run("far", &["status", "--metrics"]).ok().out;
+    for line in [
+        "drover_images{domain=\"a\"} 1",
+        "drover_images{domain=\"b\"} 0",
+        "drover_domain_open{domain=\"a\"} 1",
+        "drover_domain_open{domain=\"b\"} 0",
+        "drover_images_delivered_total{domain=\"a\"} 1",
+        "drover_peer_quota_bytes{domain=\"a\",peer=\"a\"} 8388608",
+    ] {
+        assert!(metrics.lines().any(|l| l == line), "{line}: {metrics}");
+    }
+    let shown = m.world.run("far", &["status"]).ok().out;
+    let line = |domain: &str| {
+        shown
+            .lines()
+            .find(|l| l.starts_with(&format!("{domain} ")))
+            .unwrap()
+    };
+    assert!(
+        !line("a").ends_with("closed") && line("b").ends_with("closed"),
+        "{shown}"
+    );
+
+    // The lease of a mount that is gone, in a domain that nobody has opened since.
+    signal(
+        m.world.run("a", &["mounts", "--json"]).ok().json()[0]["process"]
+            .as_u64()
+            .unwrap() as u32,
+        "KILL",
+    );
+    m.kill_site();
+    let leases = |m: &Mounts| {
+        m.world
+            .run("far", &["mounts", "leases", "--json"])
+            .ok()
+            .json()
+    };
+    let held = |m: &Mounts| {
+        let leases = leases(m);
+        assert_eq!(leases.len(), 1, "{leases:?}");
+        assert_eq!(
+            (&leases[0]["domain"], &leases[0]["image"]),
+            (&"a".into(), &"web.img".into())
+        );
+        assert_eq!(leases[0]["writer"]["peer"], "a");
+    };
+    held(&m);
+    m.start_site();
+    held(&m);
+    let now = status(&m);
+    check(&now);
+    assert!(
+        of(&now, "a")["site"].is_null(),
+        "it was opened to be counted"
+    );
+    let shown = m.world.run("far", &["mounts", "leases"]).ok().out;
+    assert!(
+        shown.contains("DOMAIN") && shown.contains("web.img"),
+        "{shown}"
+    );
+    let break_lease = |more: &[&str]| {
+        let args = [&["mounts", "break", "web.img", "--yes"], more].concat();
+        m.world.run("far", &args)
+    };
+    break_lease(&[]).fails(3, &["web.img", "--domain a"]);
+    break_lease(&["--domain", "b"]).fails(3, &["web.img", "--domain a"]);
+    break_lease(&["--domain", "a"]).ok();
+    assert!(leases(&m).iter().all(|lease| lease["writer"].is_null()));
 }
 
 #[test]

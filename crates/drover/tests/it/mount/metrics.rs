@@ -27,11 +27,11 @@ fn both_ends_count_what_mounts_do() {
     let served = || m.world.run("far", &["status", "--metrics"]).ok().out;
     let before = served();
     for sample in [
-        "drover_served_mounts{access=\"write\"}",
-        "drover_served_leases",
-        "drover_served_reads_total{kind=\"on_demand\"}",
-        "drover_served_bytes_total{direction=\"written\"}",
-        "drover_served_refused_total{reason=\"leased\"}",
+        "drover_served_mounts{domain=\"default\",access=\"write\"}",
+        "drover_served_leases{domain=\"default\"}",
+        "drover_served_reads_total{domain=\"default\",kind=\"on_demand\"}",
+        "drover_served_bytes_total{domain=\"default\",direction=\"written\"}",
+        "drover_served_refused_total{domain=\"default\",reason=\"leased\"}",
     ] {
         assert_eq!(value(&before, sample), 0.0, "{sample}");
     }
@@ -52,7 +52,7 @@ fn both_ends_count_what_mounts_do() {
         })
         .unwrap();
     until("it is pushed", || {
-        value(&served(), "drover_served_epochs_total") >= 1.0
+        value(&served(), "drover_served_epochs_total{domain=\"default\"}") >= 1.0
     });
     let second = m.world.path("second");
     m.near(&["mount", "far:web.raw", text(&second), "--read-only"])
@@ -63,24 +63,66 @@ fn both_ends_count_what_mounts_do() {
     let at_least = |sample: &str, least: f64| {
         assert!(value(&after, sample) >= least, "{sample}: {after}");
     };
-    assert_eq!(value(&after, "drover_served_mounts{access=\"write\"}"), 1.0);
-    assert_eq!(value(&after, "drover_served_mounts{access=\"read\"}"), 1.0);
-    assert_eq!(value(&after, "drover_served_images"), 2.0);
-    assert_eq!(value(&after, "drover_served_leases"), 1.0);
-    at_least("drover_served_connections", 4.0);
-    at_least("drover_served_reads_total{kind=\"on_demand\"}", 1.0);
-    at_least("drover_served_reads_total{kind=\"background\"}", 1.0);
-    // Each image has 2 MiB and 300 kB of random data.
-    at_least("drover_served_chunks_total{kind=\"data\"}", 70.0);
-    at_least("drover_served_bytes_total{direction=\"read\"}", 4.5e6);
-    at_least("drover_served_bytes_total{direction=\"written\"}", 65536.0);
-    at_least("drover_served_link_bytes_total{direction=\"sent\"}", 4.5e6);
+    assert_eq!(
+        value(
+            &after,
+            "drover_served_mounts{domain=\"default\",access=\"write\"}"
+        ),
+        1.0
+    );
+    assert_eq!(
+        value(
+            &after,
+            "drover_served_mounts{domain=\"default\",access=\"read\"}"
+        ),
+        1.0
+    );
+    assert_eq!(
+        value(&after, "drover_served_images{domain=\"default\"}"),
+        2.0
+    );
+    assert_eq!(
+        value(&after, "drover_served_leases{domain=\"default\"}"),
+        1.0
+    );
+    at_least("drover_served_connections{domain=\"default\"}", 4.0);
     at_least(
-        "drover_served_link_bytes_total{direction=\"received\"}",
+        "drover_served_reads_total{domain=\"default\",kind=\"on_demand\"}",
         1.0,
     );
-    at_least("drover_served_refused_total{reason=\"leased\"}", 1.0);
-    at_least("drover_served_refused_total{reason=\"no_image\"}", 1.0);
+    at_least(
+        "drover_served_reads_total{domain=\"default\",kind=\"background\"}",
+        1.0,
+    );
+    // Each image has 2 MiB and 300 kB of random data.
+    at_least(
+        "drover_served_chunks_total{domain=\"default\",kind=\"data\"}",
+        70.0,
+    );
+    at_least(
+        "drover_served_bytes_total{domain=\"default\",direction=\"read\"}",
+        4.5e6,
+    );
+    at_least(
+        "drover_served_bytes_total{domain=\"default\",direction=\"written\"}",
+        65536.0,
+    );
+    at_least(
+        "drover_served_link_bytes_total{domain=\"default\",direction=\"sent\"}",
+        4.5e6,
+    );
+    at_least(
+        "drover_served_link_bytes_total{domain=\"default\",direction=\"received\"}",
+        1.0,
+    );
+    at_least(
+        "drover_served_refused_total{domain=\"default\",reason=\"leased\"}",
+        1.0,
+    );
+    at_least(
+        "drover_served_refused_total{domain=\"default\",reason=\"no_image\"}",
+        1.0,
+    );
 
     // The mounting end: progress, for scripts and for Prometheus.
     let here = m.near(&["mounts", "--metrics"]).ok().out;
@@ -106,8 +148,14 @@ fn both_ends_count_what_mounts_do() {
     m.unmount(&read_only, &[]).ok();
     m.unmount(&disk, &[]).ok();
     let ended = served();
-    assert_eq!(value(&ended, "drover_served_connections"), 0.0);
-    assert_eq!(value(&ended, "drover_served_leases"), 0.0);
+    assert_eq!(
+        value(&ended, "drover_served_connections{domain=\"default\"}"),
+        0.0
+    );
+    assert_eq!(
+        value(&ended, "drover_served_leases{domain=\"default\"}"),
+        0.0
+    );
 }
 
 #[test]
