@@ -1,5 +1,5 @@
 //! The types that all crates share: units, [`Digest`], [`Extent`], [`ImageName`], head kinds
-//! and the traits [`ReadAt`] and [`BlockDevice`].
+//! the traits [`ReadAt`] and [`BlockDevice`], and the bytes of the NBD protocol ([`nbd`]).
 //!
 //! No I/O, no async runtime and no unsafe code live here; a trait that describes I/O may.
 //!
@@ -19,6 +19,7 @@ mod digest;
 mod extent;
 mod head;
 mod name;
+pub mod nbd;
 mod read_at;
 mod units;
 mod varint;

@@ -2,12 +2,7 @@
 
 use drover_core::Capabilities;
 
-use super::wire::{Request, command, errno, flag, transmission};
-
-/// Maximum read or write (bytes): what the protocol guarantees without negotiation.
-pub const MAX_REQUEST: u32 = 32 << 20;
-/// The coarsest alignment that the protocol allows (bytes).
-pub const COARSEST_ALIGNMENT: u32 = 64 << 10;
+use super::wire::{COARSEST_ALIGNMENT, MAX_REQUEST, Request, command, errno, flag, transmission};
 
 /// An export's size, capabilities and block sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
