@@ -47,6 +47,16 @@ seed nbd whole "\\0\\3$(option 10 0)$(option 3 0)$(option 12 34 "$context")$(opt
 $(request 7 10 2 20)$(request 6 22 2 20)$(request 3 0 0 0)$(request 4 1 2 20)$(request 2 0 0 0)"
 seed nbd tls "\\2\\3$(option 3 0)$(option 5 0)$(option 10 0)$(option 6 15 "$info")$(option 7 6 '\0\0\0\0\0\0')$(request 0 0 0 1)"
 seed nbd name "\\0\\0$(option 1 1 b)$(request 1 0 0 20)"
+# A server's answers to the three options, then to a read, a write, a flush and a block status; the same replies alone.
+answer() { printf '\\0\\3\\350\\211\\4\\125\\145\\251\\0\\0\\0\\%s\\0\\0\\0\\%s\\0\\0\\0\\%s%s' "$1" "$2" "$3" "${4-}"; }
+piece() { printf '\\146\\216\\63\\357\\0\\%s\\0\\%s\\0\\0\\0\\0\\0\\0\\0\\%s\\0\\0\\%s\\%s' "$1" "$2" "$3" "$4" "$5"; }
+simple() { printf '\\147\\104\\146\\230\\0\\0\\0\\%s\\0\\0\\0\\0\\0\\0\\0\\%s' "$1" "$2"; }
+offset='\0\0\0\0\0\0\40\0'
+replied="$(piece 1 2 1 0 14)$offset\0\0\20\0$(simple 0 3)$(simple 5 4)$(piece 1 5 5 0 14)\0\0\0\1\0\20\0\0\0\0\0\3"
+seed nbd_replies replies "\1$replied"
+seed nbd_replies plain "\0$(simple 0 3)$(simple 34 1)"
+seed nbd_replies whole "\2NBDMAGICIHAVEOPT\0\3$(answer 10 1 0)$(answer 12 4 23 '\0\0\0\1base:allocation')$(answer 12 1 0)\
+$(answer 7 3 14 "\0\0\0\0\0\0\0\20\0\0\4\157")$(answer 7 3 16 '\0\3\0\0\2\0\0\0\20\0\2\0\0\0')$(answer 7 1 0)$replied"
 # Checksums need not be right: epoch 1 of a zero digest, zeros for the first block, the seal.
 seed overlay_files redo "\\1DRVRREDO\\1$(zeros 55)\\2$(zeros 16)\\20$(zeros 14)\\3$(zeros 7)\\1$(zeros 7)\\140$(zeros 15)"
 # 10,000 bytes in chunks of 4096; its first chunk is empty, or there.

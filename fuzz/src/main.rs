@@ -17,6 +17,7 @@ mod literal_decode;
 mod match_event_decode;
 mod mount_messages;
 mod nbd;
+mod nbd_replies;
 mod need_decode;
 mod net_frames;
 mod overlay_files;
@@ -46,6 +47,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("match_event_decode", match_event_decode::run),
     ("mount_messages", mount_messages::run),
     ("nbd", nbd::run),
+    ("nbd_replies", nbd_replies::run),
     ("need_decode", need_decode::run),
     ("net_frames", net_frames::run),
     ("overlay_files", overlay_files::run),

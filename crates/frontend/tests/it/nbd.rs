@@ -1,6 +1,7 @@
 //! The NBD server against real clients, and against hostile clients.
 
 mod clients;
+mod device;
 mod hostile;
 mod lifecycle;
 mod order;
