@@ -145,6 +145,7 @@ async fn begin(
             false => Error::msg(one_line(e.as_ref())),
         })
     };
+    let images = options.in_domain(images)?;
     let how = options.of(&images)?;
     Ok(mounts::begin(home, images, front, how, by, ready).await?)
 }

@@ -101,6 +101,7 @@ pub async fn end(
                     };
                     there.push(Unnotified {
                         site: image.peer.clone(),
+                        domain: image.domain.clone(),
                         image: image.image.clone(),
                         keeps: match e.kind() {
                             Kind::Refused if known => Keeps::Unknown,

@@ -15,7 +15,7 @@ use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{MAX_SIZE, Opened};
-use drover_net::Code;
+use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_storage::HostDirectory;
 use drover_store::lease::{Access, MountId};
 use tokio::runtime::Handle;
@@ -101,15 +101,21 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
             directory.display()
         );
     }
-    let catalog = site::open_catalog(home)?;
     for image in images {
         if let Some(disk) = &image.local {
-            local::check(home, &catalog, disk, how)?;
+            local::check(home, disk, how)?;
         } else if let Some(peer) = &image.peer {
-            find_peer(&catalog, peer)?;
+            find_peer(&site::open_catalog(home)?, peer)?;
+        } else {
+            home_of(home, image)?;
         }
     }
     Ok(())
+}
+
+/// The home with an image of this site: that of its domain.
+fn home_of(home: &Home, image: &Target) -> Result<Home> {
+    home.domain(image.domain.as_deref().unwrap_or(DEFAULT_DOMAIN))
 }
 
 impl Disk {
@@ -134,7 +140,10 @@ impl Disk {
             return Ok(Disk::new(image, mode, device, Kind::Local(lock)));
         }
         let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
-            None => (Arc::new(OwnConnector::new(home).await?), Vec::new()),
+            None => {
+                let own = OwnConnector::new(&home_of(home, image)?).await?;
+                (Arc::new(own), Vec::new())
+            }
             Some(peer) => {
                 let peer = find_peer(&site::open_catalog(home)?, peer)?;
                 let key = peer.key.0.to_vec();
@@ -336,6 +345,7 @@ impl Disk {
         };
         Some(Unnotified {
             site: self.target.peer.clone(),
+            domain: self.target.domain.clone(),
             image: self.target.image.clone(),
             keeps,
         })

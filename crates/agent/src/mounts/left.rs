@@ -38,6 +38,8 @@ impl Left {
 pub struct Unnotified {
     /// The peer's name; none for this site.
     pub site: Option<String>,
+    /// The domain of an image of this site; none for the default one.
+    pub domain: Option<String>,
     /// The image's name there.
     pub image: String,
     /// The lease that remains.
@@ -60,10 +62,13 @@ impl fmt::Display for Unnotified {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let site = clean(self.site.as_deref().unwrap_or("this site"));
         let image = clean(&self.image);
+        let option = self.domain.as_deref();
+        let option =
+            option.map_or_else(String::new, |domain| format!(" --domain {}", clean(domain)));
         match self.keeps {
             Keeps::Write => write!(
                 f,
-                "could not notify {site}: there, this mount still holds the write lease of {image}; revoke it with `drover mounts break {image}` at {site}"
+                "could not notify {site}: there, this mount still holds the write lease of {image}; revoke it with `drover mounts break {image}{option}` at {site}"
             ),
             // The site detects a dead connection after 30 s; then a reader has a minute to reconnect.
             Keeps::Read => write!(
@@ -93,6 +98,7 @@ mod tests {
         ] {
             left.there = vec![Unnotified {
                 site: Some("lyon".into()),
+                domain: None,
                 image: "web.raw".into(),
                 keeps,
             }];

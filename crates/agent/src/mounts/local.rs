@@ -13,6 +13,7 @@ use drover_device::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MAX_
 use drover_device::builder::Stack;
 use drover_device::remote::Shape;
 use drover_image::VirtualDisk;
+use drover_net::DEFAULT_DOMAIN;
 use drover_storage::HostDirectory;
 use drover_store::Catalog;
 
@@ -20,6 +21,7 @@ use super::record::{How, Place};
 use super::target::LocalDisk;
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
+use crate::site;
 use crate::text::bytes;
 
 /// The largest chunk size of a directory, in bytes.
@@ -32,7 +34,7 @@ const LOCK_LIMIT: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// When the disk is refused, with the way out.
-pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) -> Result<()> {
+pub fn check(home: &Home, disk: &LocalDisk, how: &How) -> Result<()> {
     let path = real(disk.path());
     // Once the directory before `..` is created, the path would lead elsewhere.
     if path.components().any(|part| part == Component::ParentDir) {
@@ -54,10 +56,15 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
     if how.read_only || !ours.is_file() {
         return Ok(());
     }
-    for image in catalog.images()? {
-        if is_read_by(&ours, &image.path) {
+    for domain in home.all_domains()? {
+        let images = site::look_at_catalog(&domain)?.images()?;
+        if let Some(image) = images.iter().find(|image| is_read_by(&ours, &image.path)) {
+            let option = match domain.domain_name() {
+                DEFAULT_DOMAIN => String::new(),
+                name => format!(" --domain {name}"),
+            };
             return Err(Error::refused(format!(
-                "{disk} is a file of this site's image {0}, which writes would damage; `drover mount {0}` stores writes separately, and a read-only mount is possible",
+                "{disk} is a file of this site's image {0}, which writes would damage; `drover mount {0}{option}` stores writes separately, and a read-only mount is possible",
                 image.name
             )));
         }
@@ -83,7 +90,9 @@ pub fn is_read_by(file: &Metadata, image: &Path) -> bool {
 /// # Errors
 /// When such a mount exists; the error names it.
 pub fn refuse_written(home: &Home, image: &Path) -> Result<()> {
-    for (place, record) in Place::list(home)? {
+    // A domain has no mounts of its own.
+    let home = home.of_site().unwrap_or_else(|| home.clone());
+    for (place, record) in Place::list(&home)? {
         let mut files = record.images.iter().filter_map(|i| match &i.local {
             Some(LocalDisk::File(path)) => path.metadata().ok(),
             _ => None,

@@ -25,10 +25,13 @@ use crate::home::{Home, make_dir};
 /// How long another process may hold the lock of a mount just to check it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
-/// The version of `record.json` with local disks.
-const VERSION: u32 = 2;
+/// The version of `record.json` with images of a domain other than the default one.
+const VERSION: u32 = 3;
 
-/// The version of records with images only, which earlier versions of drover can read.
+/// The version of records with local disks, but not of such a domain.
+const LOCAL_VERSION: u32 = 2;
+
+/// The version of records with neither, which earlier versions of drover can read.
 const IMAGES_VERSION: u32 = 1;
 
 /// The front end of a mount.
@@ -425,9 +428,10 @@ impl Record {
         before: Option<&Record>,
     ) -> Record {
         Record {
-            version: match images.iter().any(|image| image.local.is_some()) {
-                true => VERSION,
-                false => IMAGES_VERSION,
+            version: match &images {
+                images if images.iter().any(|image| image.domain.is_some()) => VERSION,
+                images if images.iter().any(|image| image.local.is_some()) => LOCAL_VERSION,
+                _ => IMAGES_VERSION,
             },
             name: place.name(),
             images,

@@ -277,7 +277,7 @@ pub enum OwnConnector {
 }
 
 impl OwnConnector {
-    /// Creates a connector to the images of this home.
+    /// Creates a connector to the images of this home, which is that of a domain.
     ///
     /// # Errors
     /// When another program holds the home and accepts no connections.
@@ -285,7 +285,10 @@ impl OwnConnector {
         if remote::Call::local(home).await?.is_some() {
             return Ok(OwnConnector::Running(home.socket()));
         }
-        if home.used_by()?.is_some() {
+        let site = home.of_site();
+        if home.used_by()?.is_some()
+            || site.is_some_and(|site| matches!(site.used_by(), Ok(Some(_))))
+        {
             bail!("a site is starting in this directory; try again");
         }
         let catalog = Arc::new(site::open_catalog(home)?);

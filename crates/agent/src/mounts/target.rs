@@ -20,6 +20,16 @@ pub struct Target {
     /// The local disk; `None` for an image of a site.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalDisk>,
+    /// The domain of an image of this site; `None` for the default one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<String>,
+}
+
+impl Target {
+    /// Whether it is an image of this site.
+    pub fn is_own(&self) -> bool {
+        self.peer.is_none() && self.local.is_none()
+    }
 }
 
 /// A local disk, served directly: without an overlay, a cache or a lease. The path is absolute.
@@ -77,6 +87,7 @@ impl FromStr for Target {
             peer,
             image: image.to_owned(),
             local: None,
+            domain: None,
         })
     }
 }
@@ -90,15 +101,18 @@ fn local(kind: fn(PathBuf) -> LocalDisk, path: &str) -> Result<Target, String> {
         peer: None,
         image: name.to_owned(),
         local: Some(kind(path)),
+        domain: None,
     })
 }
 
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (&self.local, &self.peer) {
-            (Some(local), _) => local.fmt(f),
-            (None, Some(peer)) => write!(f, "{peer}:{}", self.image),
-            (None, None) => f.write_str(&self.image),
+        match (&self.local, &self.peer, &self.domain) {
+            (Some(local), ..) => local.fmt(f),
+            (None, Some(peer), _) => write!(f, "{peer}:{}", self.image),
+            // Neither of the names can have a slash.
+            (None, None, Some(domain)) => write!(f, "{domain}/{}", self.image),
+            (None, None, None) => f.write_str(&self.image),
         }
     }
 }

@@ -8,6 +8,7 @@ use drover_agent::error::{Error, Result};
 use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, Target};
 use drover_agent::text;
 use drover_core::ImageName;
+use drover_store::domain;
 
 use super::values::{DomainArg, image_name};
 
@@ -29,6 +30,7 @@ Examples:
   drover mount lyon:web.qcow2 /mnt/web --device --partitions      then mount /dev/loop0p1 /srv
   drover mount lyon:web.qcow2 /mnt/web --read-only --prefetch none
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
+  drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover unmount /mnt/web
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
@@ -177,12 +179,35 @@ pub struct OptionArgs {
     /// How long a read or write that needs the other site waits, while the link is down, before it fails [default: 10m]
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
     pub give_up_after: Option<Duration>,
+    /// Domain of the images of this site [default: default]
+    #[arg(long, value_name = "NAME", value_parser = domain::check)]
+    pub domain: Option<String>,
     /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
 }
 
 impl OptionArgs {
+    /// The disks, those of this site in the domain that was named.
+    ///
+    /// # Errors
+    /// Usage: none of them is an image of this site.
+    pub fn in_domain(&self, mut images: Vec<Target>) -> Result<Vec<Target>> {
+        let Some(domain) = &self.domain else {
+            return Ok(images);
+        };
+        let mut own: Vec<_> = images.iter_mut().filter(|image| image.is_own()).collect();
+        if own.is_empty() {
+            return Err(Error::usage(
+                "--domain is for images of this site: at a peer, this site is in one domain",
+            ));
+        }
+        for image in &mut own {
+            image.domain = Some(domain.clone()).filter(|domain| domain != domain::DEFAULT);
+        }
+        Ok(images)
+    }
+
     /// The options of a mount of `images`.
     ///
     /// # Errors

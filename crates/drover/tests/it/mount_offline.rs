@@ -218,3 +218,73 @@ fn own_images_obey_the_same_leases() {
     assert_eq!(fs::read(&path).unwrap()[6 * 4096], 2);
     own.run(&["unmount", "own"]).ok();
 }
+
+#[test]
+fn an_own_image_of_a_domain_is_mounted() {
+    if !can_mount() {
+        return;
+    }
+    let (world, far, default) = world();
+    let far_run = |args: &[&str]| world.run("far", args);
+    far_run(&["domains", "add", "acme"]).ok();
+    // Another image of the same name.
+    fs::create_dir(world.path("acme")).unwrap();
+    let image = world.image("acme/web.img", 8, BLOCKS);
+    let file = format!("file:{}", image.display());
+    let content = fs::read(&image).unwrap();
+    let own = Mounts {
+        world: &world,
+        home: "far",
+    };
+    let path = world.path("own");
+    let index = ["index", "acme/web.img", "--domain", "acme"];
+    own.run(&["mount", &file, "own"]).ok();
+    far_run(&index).fails(3, &["web.img", "is mounted for writing"]);
+    own.run(&["unmount", "own"]).ok();
+    far_run(&index).ok();
+    own.run(&["mount", &file, "own"])
+        .fails(3, &["`drover mount web.img --domain acme`"]);
+
+    let mount = |options: &[&str]| own.run(&[&["mount", "web.img", "own"], options].concat());
+    let acme = ["--domain", "acme"];
+    mount(&["--domain", "nowhere"]).fails(3, &["no domain is called \"nowhere\""]);
+    own.run(&["mount", "lyon:web.img", "own", "--domain", "acme"])
+        .fails(2, &["--domain is for images of this site"]);
+    mount(&[]).ok();
+    assert!(fs::read(&path).unwrap() == default);
+    own.run(&["unmount", "own"]).ok();
+    mount(&acme).ok();
+    let row = own.only();
+    assert_eq!(
+        (&row["disks"][0]["image"], &row["disks"][0]["mode"]),
+        (&"acme/web.img".into(), &"own".into())
+    );
+    assert!(fs::read(&path).unwrap() == content);
+    write(&path, 1, 5);
+    let held = leases(&world);
+    assert_eq!(held.len(), 1, "{held:?}");
+    assert_eq!(
+        (&held[0]["domain"], &held[0]["writer"]["peer"]),
+        (&"acme".into(), &"the site itself".into())
+    );
+    // Its process is gone: the record says where the lease is.
+    own.kill();
+    own.run(&["unmount", "own"]).ok();
+    assert!(leases(&world).is_empty());
+    let changes = |options: &[&str]| {
+        let listed = far_run(&[&["changes", "--json"], options].concat());
+        listed.ok().json().len()
+    };
+    assert_eq!((changes(&[]), changes(&acme)), (0, 1));
+    // Without a running site, and as another front end.
+    far.stop();
+    mount(&acme).ok();
+    assert_eq!(fs::read(&path).unwrap()[5 * 4096], 1);
+    own.run(&["unmount", "own"]).ok();
+    let socket = format!("unix:{}", world.path("own.sock").display());
+    let export = ["export", "web.img", "--nbd", &socket, "--background"];
+    own.run(&[&export[..], &acme].concat()).ok();
+    assert_eq!(own.only()["disks"][0]["image"], "acme/web.img");
+    own.run(&["unmount", world.path("own.sock").to_str().unwrap()])
+        .ok();
+}
