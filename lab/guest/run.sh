@@ -25,16 +25,7 @@ for program in "${programs[@]}"; do
   [ -x "$program" ] || skip "no $program"
 done
 
-mkdir -p "$dir/guest"
-dir=$(cd "$dir" && pwd) tree=$dir/guest/trixie
-# One fetches; the others wait for it.
-exec 9>"$dir/guest/lock"
-flock -w 300 9 || skip "another run has been fetching packages for 5 minutes"
-if ! [ -d "$tree/boot" ]; then
-  command -v mmdebstrap >/dev/null || skip "no mmdebstrap to fetch a kernel with"
-  timeout 300 "$here/tree.sh" "$tree" "$dir/packages/trixie" >&2 || skip "trixie's packages cannot be fetched"
-fi
-exec 9>&-
+tree=$("$here/fetch.sh" "$dir") || exit $?
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
