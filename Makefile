@@ -5,7 +5,7 @@
 help:
 	@echo "make demo    two sites on loopback, two related images, and what crossed the wire"
 	@echo "make test    every test; ends with the counts"
-	@echo "make guests  the tests that boot machines: block drivers of Debian's kernel, a system that boots from afar"
+	@echo "make guests  the tests that boot machines: block drivers of Debian's kernel, live migration, a system that boots from afar"
 	@echo "make lint    format, clippy, documentation, layers"
 	@echo "make bench   the lab: drover against its rivals and the limit, for an hour (MINUTES=60, FULL=1); makes docs/benchmarks.md"
 	@echo "make dist    an optimised, stripped drover with man pages, completions and the systemd unit"
@@ -21,7 +21,7 @@ test:
 
 guests:
 	@scripts/install-deps build test guests lab
-	@scripts/guests drivers boot
+	@scripts/guests drivers migrate boot
 
 lint:
 	@scripts/install-deps build

@@ -71,6 +71,14 @@ seed mount_messages write '\1\7\0\5\2\1\0\200\40\0some bytes'
 seed mount_messages opened "\\0\\200\\200\\4\\200\\40$(zeros 32)\\1\\1\\0\\0\\1\\1\\1\\1"
 seed mount_messages chunks "\\2\\11\\0\\0\\1\\0\\2\\1\\2\\0\\0\\1$(zeros 40)"
 seed mount_messages pieces "\\3\\4$(zeros 7)\\2\\0\\0\\0\\1"
+# Two messages and the beginning of a third; a list of a disk; names of files.
+seed qmp_messages stream '\7{"QMP": {"version": {"qemu": {"micro": 1, "minor": 2, "major": 7}, "package": ""}, "capabilities": ["oob"]}}\r\n'\
+'{"timestamp": {"seconds": 1, "microseconds": 2}, "event": "STOP"}\r\n{"id": 1, "error": {"class": "GenericError", "desc": "\\"'
+seed qmp_messages disks '\377{"id": 1, "return": [{"device": "", "qdev": "/machine/peripheral/vd0/x", "removable": false, "inserted": '\
+'{"node-name": "d", "drv": "raw", "ro": false, "image": {"filename": "nbd://h:1/e", "virtual-size": 512}, '\
+'"dirty-bitmaps": [{"name": "b", "count": 1, "granularity": 512}]}}]}'
+seed qmp_messages unix '\1nbd+unix:///e%%20x?socket=/run/s'
+seed qmp_messages json '\1json:{"driver": "raw", "file": {"driver": "nbd", "export": "e", "server": {"type": "inet", "host": "h", "port": "9"}}}'
 
 images=corpus/seeds/image_open
 mkdir -p "$images"

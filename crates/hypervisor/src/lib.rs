@@ -1,0 +1,35 @@
+//! Hypervisors: QEMU by QMP.
+//!
+//! [`qmp`] is a client of the protocol, [`Machine`] has what a migration needs of a QEMU as typed commands: its disks and
+//! their dirty bitmaps, NBD exports, block nodes, the migration itself. Nothing here knows drover's protocols, and nothing
+//! decides when a machine moves or who owns it: QEMU runs a machine on both sides if it is told to.
+//!
+//! Sockets of QEMU are trusted to do what they say they do, but what they say is parsed as hostile input. Errors are one
+//! [`HypervisorError`].
+//!
+//! ```no_run
+//! use drover_hypervisor::Machine;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let machine = Machine::connect("/run/web.qmp").await?;
+//! println!("{}: {}", machine.version(), machine.status().await?);
+//! for disk in machine.disks().await? {
+//!     println!("{}: {:?}", disk.name, disk.medium);
+//! }
+//! machine.stop().await?;
+//! machine.cont().await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The feature `testing` has a real QEMU with a small guest, for the tests of other crates.
+
+mod error;
+pub mod machine;
+pub mod qmp;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing;
+
+pub use error::{ErrorClass, HypervisorError};
+pub use machine::Machine;

@@ -1,0 +1,104 @@
+//! QEMU's own NBD server, by which others read a machine's disks.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::Machine;
+use crate::error::HypervisorError;
+use crate::qmp::Command;
+
+/// A block node that QEMU's NBD server offers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Export<'a> {
+    /// Its name in commands, and for NBD clients.
+    pub id: &'a str,
+    /// The node.
+    pub node: &'a str,
+    /// Whether clients may write.
+    pub writable: bool,
+    /// Dirty bitmaps of the node that clients can read, as contexts `qemu:dirty-bitmap:NAME`.
+    pub bitmaps: &'a [&'a str],
+}
+
+/// How long an export may take to let its clients go.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Machine {
+    /// Starts the NBD server on a Unix socket, which must not exist. A QEMU has one server.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run): refused when it has one already.
+    pub async fn start_nbd_server(&self, socket: &Path) -> Result<(), HypervisorError> {
+        let Some(path) = socket.to_str() else {
+            return Err(self.qmp.unsupported("takes only UTF-8 for a socket's path"));
+        };
+        let address = json!({"addr": {"type": "unix", "data": {"path": path}}});
+        self.qmp.order("nbd-server-start", address).await
+    }
+
+    /// Stops the NBD server, all its exports and connections.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn stop_nbd_server(&self) -> Result<(), HypervisorError> {
+        self.qmp.order("nbd-server-stop", json!({})).await
+    }
+
+    /// Offers a block node to NBD clients.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn add_export(&self, export: &Export<'_>) -> Result<(), HypervisorError> {
+        let mut arguments = json!({
+            "type": "nbd",
+            "id": export.id,
+            "name": export.id,
+            "node-name": export.node,
+            "writable": export.writable,
+        });
+        if !export.bitmaps.is_empty() {
+            arguments["bitmaps"] = json!(export.bitmaps);
+        }
+        self.qmp.order("block-export-add", arguments).await
+    }
+
+    /// Ends an export and its connections. When this returns, it is gone.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run); [`HypervisorError::NotSeen`] when it does not go.
+    pub async fn delete_export(&self, id: &str) -> Result<(), HypervisorError> {
+        let mut events = self.events();
+        let delete = Command::new("block-export-del").arguments(json!({"id": id, "mode": "hard"}));
+        self.qmp
+            .run::<Value>(delete.timeout(DELETE_TIMEOUT))
+            .await?;
+        let what = format!("end of export {id}");
+        let gone = events.wait_for(&what, DELETE_TIMEOUT, |event| {
+            (event.name == "BLOCK_EXPORT_DELETED" && event.data["id"] == id).then_some(())
+        });
+        match gone.await {
+            Err(HypervisorError::EventsLost { .. } | HypervisorError::NotSeen { .. })
+                if !self.exports().await?.iter().any(|one| one == id) =>
+            {
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// The exports that there are, by `id`.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn exports(&self) -> Result<Vec<String>, HypervisorError> {
+        #[derive(Deserialize)]
+        struct Found {
+            id: String,
+        }
+        let found: Vec<Found> = self.qmp.execute("query-block-exports", json!({})).await?;
+        Ok(found.into_iter().map(|export| export.id).collect())
+    }
+}

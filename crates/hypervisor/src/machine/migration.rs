@@ -1,0 +1,500 @@
+//! QEMU's own migration: what it moves is memory and the state of devices, over a socket that it is given.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::Machine;
+use crate::error::{HypervisorError, one_line};
+use crate::qmp::{Command, Event, Events, Version};
+
+/// The oldest QEMU that a running machine is moved with: it has `yank`, `blockdev-reopen`, and exports with bitmaps.
+pub const MIN_VERSION: Version = Version {
+    major: 6,
+    minor: 1,
+    micro: 0,
+};
+
+/// Something that both sides of a migration can be told to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Capability {
+    /// `MIGRATION` events.
+    Events,
+    /// The source waits in `pre-switchover`, paused, for [`Machine::continue_migration`].
+    PauseBeforeSwitchover,
+    /// The destination touches its disks when it is continued, not when memory has arrived.
+    LateBlockActivate,
+    /// The destination answers, so that the source knows how it ended.
+    ReturnPath,
+    /// A guest that writes faster than the link is slowed down.
+    AutoConverge,
+    /// Memory can be left behind and fetched afterwards.
+    PostcopyRam,
+    /// Pages that changed are sent as differences.
+    Xbzrle,
+}
+
+impl Capability {
+    /// What the sequence with drover needs, on both sides.
+    pub const NEEDED: [Capability; 4] = [
+        Capability::Events,
+        Capability::PauseBeforeSwitchover,
+        Capability::LateBlockActivate,
+        Capability::ReturnPath,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Capability::Events => "events",
+            Capability::PauseBeforeSwitchover => "pause-before-switchover",
+            Capability::LateBlockActivate => "late-block-activate",
+            Capability::ReturnPath => "return-path",
+            Capability::AutoConverge => "auto-converge",
+            Capability::PostcopyRam => "postcopy-ram",
+            Capability::Xbzrle => "xbzrle",
+        }
+    }
+}
+
+/// Parameters of a migration; `None` leaves one as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MigrationParameters {
+    /// Bytes a second while the machine runs at the source; zero: as fast as it goes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth: Option<u64>,
+    /// Milliseconds that the machine may be paused at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub downtime_limit: Option<u64>,
+    /// Bytes a second for what is sent ahead after a switch to post-copy; zero: as fast as it goes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_postcopy_bandwidth: Option<u64>,
+}
+
+/// Where a migration's stream goes. There is no way to name a command or an address of a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Channel {
+    /// A socket that was passed under this name by [`Machine::pass_descriptor`].
+    Descriptor(String),
+    /// A Unix socket: the source connects to it, the destination listens on it.
+    Unix(PathBuf),
+}
+
+impl Channel {
+    fn uri(&self) -> Option<String> {
+        match self {
+            Channel::Descriptor(name) => Some(format!("fd:{name}")),
+            Channel::Unix(path) => Some(format!("unix:{}", path.to_str()?)),
+        }
+    }
+}
+
+/// How far a migration is, in the order in which a good one goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MigrationStatus {
+    /// There was none.
+    None,
+    /// It begins, or the destination waits for the source.
+    Setup,
+    /// Memory is sent.
+    Active,
+    /// The source is paused and has sent all memory but the last of it.
+    PreSwitchover,
+    /// The last memory and the state of devices are sent.
+    Device,
+    /// The machine runs at the destination, and memory follows.
+    PostcopyActive,
+    /// As before, with a broken connection.
+    PostcopyPaused,
+    /// The other side has everything.
+    Completed,
+    /// It ended with an error.
+    Failed,
+    /// It is being cancelled.
+    Cancelling,
+    /// It was cancelled.
+    Cancelled,
+    /// Any other, in QEMU's words.
+    Other(String),
+}
+
+impl MigrationStatus {
+    fn from_name(name: &str) -> Self {
+        match name {
+            "none" => MigrationStatus::None,
+            "setup" => MigrationStatus::Setup,
+            "active" => MigrationStatus::Active,
+            "pre-switchover" => MigrationStatus::PreSwitchover,
+            "device" => MigrationStatus::Device,
+            "postcopy-active" => MigrationStatus::PostcopyActive,
+            "postcopy-paused" => MigrationStatus::PostcopyPaused,
+            "completed" => MigrationStatus::Completed,
+            "failed" => MigrationStatus::Failed,
+            "cancelling" => MigrationStatus::Cancelling,
+            "cancelled" => MigrationStatus::Cancelled,
+            other => MigrationStatus::Other(one_line(other)),
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            MigrationStatus::None => "none",
+            MigrationStatus::Setup => "setup",
+            MigrationStatus::Active => "active",
+            MigrationStatus::PreSwitchover => "pre-switchover",
+            MigrationStatus::Device => "device",
+            MigrationStatus::PostcopyActive => "postcopy-active",
+            MigrationStatus::PostcopyPaused => "postcopy-paused",
+            MigrationStatus::Completed => "completed",
+            MigrationStatus::Failed => "failed",
+            MigrationStatus::Cancelling => "cancelling",
+            MigrationStatus::Cancelled => "cancelled",
+            MigrationStatus::Other(name) => name,
+        }
+    }
+
+    /// Whether nothing follows it.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        matches!(
+            self,
+            MigrationStatus::Completed | MigrationStatus::Failed | MigrationStatus::Cancelled
+        )
+    }
+}
+
+impl fmt::Display for MigrationStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What QEMU says of its migration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MigrationInfo {
+    /// How far it is.
+    pub status: MigrationStatus,
+    /// Its memory, once it has begun.
+    pub ram: Option<RamInfo>,
+    /// Milliseconds since it began.
+    pub total_time_ms: Option<u64>,
+    /// Milliseconds that the machine would be paused if the switch were now.
+    pub expected_downtime_ms: Option<u64>,
+    /// Milliseconds that the source counted as the pause.
+    pub downtime_ms: Option<u64>,
+    /// Why it failed.
+    pub error: Option<String>,
+    /// Why none is possible, as a device that cannot be migrated.
+    pub blocked: Vec<String>,
+}
+
+/// What a migration has done of the memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct RamInfo {
+    /// Bytes sent.
+    pub transferred: u64,
+    /// Bytes to be sent yet.
+    pub remaining: u64,
+    /// Bytes of memory.
+    pub total: u64,
+    /// Pages of one repeated byte.
+    pub duplicate: u64,
+    /// Bytes of the other pages.
+    pub normal_bytes: u64,
+    /// Pages that the guest changes in a second.
+    pub dirty_pages_rate: u64,
+    /// Bytes of a page.
+    pub page_size: u64,
+    /// Rounds over the memory.
+    pub dirty_sync_count: u64,
+    /// Megabits a second.
+    pub mbps: f64,
+}
+
+impl RamInfo {
+    /// Bytes that the guest changes in a second.
+    #[must_use]
+    pub fn dirty_rate(&self) -> u64 {
+        self.dirty_pages_rate.saturating_mul(self.page_size)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct WireInfo {
+    status: Option<String>,
+    ram: Option<RamInfo>,
+    total_time: Option<u64>,
+    expected_downtime: Option<u64>,
+    downtime: Option<u64>,
+    error_desc: Option<String>,
+    #[serde(default)]
+    blocked_reasons: Vec<String>,
+}
+
+impl WireInfo {
+    fn info(self) -> MigrationInfo {
+        MigrationInfo {
+            status: MigrationStatus::from_name(self.status.as_deref().unwrap_or("none")),
+            ram: self.ram,
+            total_time_ms: self.total_time,
+            expected_downtime_ms: self.expected_downtime,
+            downtime_ms: self.downtime,
+            error: self.error_desc.map(|text| one_line(&text)),
+            blocked: self
+                .blocked_reasons
+                .iter()
+                .map(|text| one_line(text))
+                .collect(),
+        }
+    }
+}
+
+/// The status that a `MIGRATION` event tells.
+fn status_of(event: &Event) -> Option<MigrationStatus> {
+    let status = event.data.get("status").and_then(Value::as_str);
+    status
+        .filter(|_| event.name == "MIGRATION")
+        .map(MigrationStatus::from_name)
+}
+
+impl Machine {
+    /// Whether this machine can be migrated at all, as far as can be told before it is tried.
+    ///
+    /// # Errors
+    /// [`HypervisorError::Unsupported`] for a QEMU older than [`MIN_VERSION`], [`HypervisorError::Migration`] with what
+    /// blocks it, and those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn check_migratable(&self) -> Result<(), HypervisorError> {
+        if self.version() < MIN_VERSION {
+            let reason = format!(
+                "has version {}: a machine can move while it runs from {MIN_VERSION} on; move it while it is off",
+                self.version()
+            );
+            return Err(self.qmp.unsupported(&reason));
+        }
+        let info = self.migration().await?;
+        if info.blocked.is_empty() {
+            return Ok(());
+        }
+        Err(self.migration_error(format!("is not possible: {}", info.blocked.join("; "))))
+    }
+
+    /// Turns capabilities on, or off.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn set_capabilities(
+        &self,
+        capabilities: &[Capability],
+        on: bool,
+    ) -> Result<(), HypervisorError> {
+        let list: Vec<Value> = capabilities
+            .iter()
+            .map(|one| json!({"capability": one.name(), "state": on}))
+            .collect();
+        self.qmp
+            .order("migrate-set-capabilities", json!({"capabilities": list}))
+            .await
+    }
+
+    /// Sets parameters. Those of bandwidth take effect at once, also while a migration runs.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn set_parameters(
+        &self,
+        parameters: &MigrationParameters,
+    ) -> Result<(), HypervisorError> {
+        self.qmp
+            .order("migrate-set-parameters", json!(parameters))
+            .await
+    }
+
+    /// The parameters as they are.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn parameters(&self) -> Result<MigrationParameters, HypervisorError> {
+        self.qmp
+            .execute("query-migrate-parameters", json!({}))
+            .await
+    }
+
+    /// How its migration is, at the source or the destination.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn migration(&self) -> Result<MigrationInfo, HypervisorError> {
+        let wire: WireInfo = self.qmp.execute("query-migrate", json!({})).await?;
+        Ok(wire.info())
+    }
+
+    /// Hands QEMU an open file or socket under a name, for [`Channel::Descriptor`].
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn pass_descriptor(
+        &self,
+        name: &str,
+        file: impl Into<OwnedFd>,
+    ) -> Result<(), HypervisorError> {
+        let command = Command::new("getfd").arguments(json!({"fdname": name}));
+        self.qmp
+            .run::<Value>(command.descriptor(file))
+            .await
+            .map(|_| ())
+    }
+
+    /// At the source: begins to migrate. Ask for the events before.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn migrate(&self, to: &Channel) -> Result<(), HypervisorError> {
+        let uri = self.uri(to)?;
+        self.qmp.order("migrate", json!({"uri": uri})).await
+    }
+
+    /// At a destination that was started with `-incoming defer`: waits for the source.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn migrate_incoming(&self, from: &Channel) -> Result<(), HypervisorError> {
+        let uri = self.uri(from)?;
+        self.qmp
+            .order("migrate-incoming", json!({"uri": uri}))
+            .await
+    }
+
+    fn uri(&self, channel: &Channel) -> Result<String, HypervisorError> {
+        let uri = channel.uri();
+        uri.ok_or_else(|| self.qmp.unsupported("takes only UTF-8 for a socket's path"))
+    }
+
+    /// At the source, in `pre-switchover`: switches over.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run): refused in any other state.
+    pub async fn continue_migration(&self) -> Result<(), HypervisorError> {
+        let state = MigrationStatus::PreSwitchover;
+        self.qmp
+            .order("migrate-continue", json!({"state": state.name()}))
+            .await
+    }
+
+    /// At the source: lets the machine run at the destination, and memory follow.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn start_postcopy(&self) -> Result<(), HypervisorError> {
+        self.qmp.order("migrate-start-postcopy", json!({})).await
+    }
+
+    /// At the source: gives the migration up. A machine that ran before it runs again, by itself. Once the source is
+    /// `completed` this changes nothing; without a migration, neither.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn cancel_migration(&self) -> Result<(), HypervisorError> {
+        self.qmp.order("migrate_cancel", json!({})).await
+    }
+
+    /// Waits until the migration of this machine is in `wanted`, by the events since before it could be.
+    ///
+    /// # Errors
+    /// [`HypervisorError::Migration`] when it ended otherwise, [`HypervisorError::NotSeen`] after `within`, or how the
+    /// connection ended.
+    pub async fn wait_migration(
+        &self,
+        events: &mut Events,
+        wanted: &MigrationStatus,
+        within: Duration,
+    ) -> Result<(), HypervisorError> {
+        let begun = Instant::now();
+        let what = format!("migration status {wanted}");
+        loop {
+            let left = within.saturating_sub(begun.elapsed());
+            let seen = events.wait_for(&what, left, |event| {
+                status_of(event).filter(|status| status == wanted || status.is_final())
+            });
+            let status = match seen.await {
+                Ok(status) => status,
+                Err(HypervisorError::EventsLost { .. }) => self.migration().await?.status,
+                Err(HypervisorError::NotSeen { socket, what, .. }) => {
+                    return Err(HypervisorError::NotSeen {
+                        socket,
+                        what,
+                        after: within,
+                    });
+                }
+                Err(e) => return Err(e),
+            };
+            if status == *wanted {
+                return Ok(());
+            }
+            if status.is_final() {
+                return Err(self.ended_otherwise(&status).await);
+            }
+        }
+    }
+
+    async fn ended_otherwise(&self, status: &MigrationStatus) -> HypervisorError {
+        let why = match self.migration().await {
+            Ok(MigrationInfo {
+                error: Some(error), ..
+            }) => format!(": {error}"),
+            _ => String::new(),
+        };
+        self.migration_error(match status {
+            MigrationStatus::Cancelled => "was cancelled".into(),
+            MigrationStatus::Failed => format!("failed{why}"),
+            other => format!("is {other} already{why}"),
+        })
+    }
+
+    fn migration_error(&self, reason: String) -> HypervisorError {
+        HypervisorError::Migration {
+            socket: self.socket().to_owned(),
+            reason,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_qemu_says_of_a_migration() {
+        let none: WireInfo = serde_json::from_str("{}").unwrap();
+        assert_eq!(none.info().status, MigrationStatus::None);
+        let active = json!({
+            "status": "active", "total-time": 12, "expected-downtime": 300, "blocked-reasons": ["a\nb"],
+            "ram": {"total": 100, "remaining": 7, "dirty-pages-rate": 3, "page-size": 4096, "mbps": 1.5, "later": {}},
+        });
+        let active = serde_json::from_value::<WireInfo>(active).unwrap().info();
+        assert_eq!(active.ram.unwrap().dirty_rate(), 12_288);
+        assert_eq!(active.blocked, ["a b"]);
+        assert_eq!((active.total_time_ms, active.downtime_ms), (Some(12), None));
+    }
+
+    #[test]
+    fn every_status_keeps_its_name() {
+        for name in "none setup active pre-switchover device postcopy-active postcopy-paused completed failed cancelling \
+                     cancelled wait-unplug"
+            .split_whitespace()
+        {
+            assert_eq!(MigrationStatus::from_name(name).to_string(), name);
+        }
+        let parameters = MigrationParameters {
+            max_bandwidth: Some(7),
+            ..Default::default()
+        };
+        assert_eq!(json!(parameters), json!({"max-bandwidth": 7}));
+    }
+}

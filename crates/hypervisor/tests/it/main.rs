@@ -1,0 +1,5 @@
+//! A real QEMU: alone, which takes a second, and with a guest that writes, which takes seconds (TCG).
+
+mod real_guest;
+mod real_qemu;
+mod util;

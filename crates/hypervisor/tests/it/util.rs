@@ -1,0 +1,109 @@
+//! What tests with several QEMUs share.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use drover_hypervisor::machine::{Capability, Channel, Machine, MigrationStatus};
+use drover_hypervisor::qmp::Events;
+use drover_hypervisor::testing::PATIENCE;
+
+/// A raw image of so many zero bytes.
+pub fn raw(directory: &Path, name: &str, size: u64) -> PathBuf {
+    let path = directory.join(name);
+    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+    path
+}
+
+/// Both sides of a migration, with the events since before it began.
+pub struct Pair {
+    pub source: Machine,
+    pub destination: Machine,
+    pub source_events: Events,
+    pub destination_events: Events,
+}
+
+impl Pair {
+    /// Sets both up as a migration with drover needs it.
+    pub async fn new(source: Machine, destination: Machine) -> Pair {
+        for machine in [&source, &destination] {
+            machine.check_migratable().await.unwrap();
+            machine
+                .set_capabilities(&Capability::NEEDED, true)
+                .await
+                .unwrap();
+        }
+        Pair {
+            source_events: source.events(),
+            destination_events: destination.events(),
+            source,
+            destination,
+        }
+    }
+
+    /// Migrates until the source is in `pre-switchover`.
+    pub async fn begin(&mut self, from: &Channel, to: &Channel) {
+        self.destination.migrate_incoming(to).await.unwrap();
+        self.source.migrate(from).await.unwrap();
+        let events = &mut self.source_events;
+        let reached = self
+            .source
+            .wait_migration(events, &MigrationStatus::PreSwitchover, PATIENCE);
+        reached.await.unwrap();
+    }
+
+    /// Switches over, and waits until both sides say that it is done.
+    pub async fn switch(&mut self) {
+        let done = MigrationStatus::Completed;
+        self.source.continue_migration().await.unwrap();
+        self.source
+            .wait_migration(&mut self.source_events, &done, PATIENCE)
+            .await
+            .unwrap();
+        let events = &mut self.destination_events;
+        self.destination
+            .wait_migration(events, &done, PATIENCE)
+            .await
+            .unwrap();
+    }
+}
+
+/// Waits for an event by its name.
+pub async fn wait_event(events: &mut Events, name: &str) {
+    let seen = events.wait_for(name, PATIENCE, |event| (event.name == name).then_some(()));
+    seen.await.unwrap();
+}
+
+/// An NBD server of a raw image, export `disk`; none, with a SKIP, where there is no `qemu-nbd`.
+pub fn serve_raw(test: &str, image: &Path, socket: &Path) -> Option<Server> {
+    let started = Command::new("qemu-nbd")
+        .args(["-t", "-e", "8", "-f", "raw", "-x", "disk", "-k"])
+        .args([socket, image])
+        .stdin(Stdio::null())
+        .spawn();
+    match started {
+        Ok(child) => {
+            let server = Server(child);
+            let begun = std::time::Instant::now();
+            while !socket.exists() {
+                assert!(begun.elapsed() < PATIENCE, "qemu-nbd does not listen");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Some(server)
+        }
+        Err(e) => {
+            eprintln!("SKIP {test}: no qemu-nbd (qemu-utils): {e}");
+            None
+        }
+    }
+}
+
+/// Ends with the test.
+pub struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
