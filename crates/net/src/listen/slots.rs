@@ -2,8 +2,10 @@
 //!
 //! There is a slot for every new connection: when all are taken, the oldest connection of the network that has most
 //! loses its own. So an address may use all slots as long as nobody else needs one (many peers may be behind one
-//! address), and a flood displaces itself: whoever else connects keeps its slot until it is admitted.
+//! address), and a flood displaces itself: whoever else connects keeps its slot until it is admitted. A network is an
+//! address; for IPv6 first a /48, which is what one customer of a provider may have, within it a /56, then a /64.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
@@ -27,6 +29,19 @@ pub fn network_of(address: IpAddr) -> IpAddr {
     }
 }
 
+/// The networks of an address that may take part in a flood together, the largest first.
+fn networks_of(address: IpAddr) -> [IpAddr; LEVELS] {
+    match network_of(address) {
+        IpAddr::V6(v6) => {
+            [80, 72, 64].map(|host| Ipv6Addr::from_bits(v6.to_bits() >> host << host).into())
+        }
+        v4 => [v4; LEVELS],
+    }
+}
+
+/// Sizes of networks.
+const LEVELS: usize = 3;
+
 /// The slots of a listener.
 #[derive(Debug, Clone)]
 pub(super) struct Slots(Arc<Mutex<State>>);
@@ -34,17 +49,24 @@ pub(super) struct Slots(Arc<Mutex<State>>);
 #[derive(Debug)]
 struct State {
     limit: usize,
-    taken: usize,
     next: u64,
-    /// By network, oldest first. A network without connections takes no memory.
-    by_network: HashMap<IpAddr, BTreeMap<u64, watch::Sender<bool>>>,
+    /// By number, so the oldest first.
+    taken: BTreeMap<u64, Taken>,
+    /// How many are taken from each network. One without connections takes no memory.
+    counts: [HashMap<IpAddr, usize>; LEVELS],
+}
+
+/// A slot that is taken.
+#[derive(Debug)]
+struct Taken {
+    networks: [IpAddr; LEVELS],
+    displaced: watch::Sender<bool>,
 }
 
 /// The slot of a connection that is being set up, until it is dropped or released.
 #[derive(Debug)]
 pub struct Slot {
     of: Slots,
-    network: IpAddr,
     number: u64,
     displaced: watch::Receiver<bool>,
     deadline: Instant,
@@ -57,29 +79,33 @@ impl Slots {
     pub(super) fn new(limit: usize) -> Self {
         Slots(Arc::new(Mutex::new(State {
             limit: limit.max(1),
-            taken: 0,
             next: 0,
-            by_network: HashMap::new(),
+            taken: BTreeMap::new(),
+            counts: Default::default(),
         })))
     }
 
     /// A slot for a new connection from `address`, which must be set up `within` that time.
     pub(super) fn enter(&self, address: IpAddr, peer: String, within: Duration) -> Slot {
-        let network = network_of(address);
+        let networks = networks_of(address);
         let (sender, displaced) = watch::channel(false);
         let mut state = self.0.lock();
         let number = state.next;
         state.next += 1;
-        let own = state.by_network.entry(network).or_default();
-        own.insert(number, sender);
-        state.taken += 1;
-        if state.taken > state.limit {
+        for (counts, network) in state.counts.iter_mut().zip(networks) {
+            *counts.entry(network).or_default() += 1;
+        }
+        let taken = Taken {
+            networks,
+            displaced: sender,
+        };
+        state.taken.insert(number, taken);
+        if state.taken.len() > state.limit {
             state.displace(number);
         }
         drop(state);
         Slot {
             of: self.clone(),
-            network,
             number,
             displaced,
             deadline: Instant::now() + within,
@@ -93,25 +119,29 @@ impl State {
     /// Takes the slot from the oldest connection of the network that has most; of several, from the oldest of all. Never
     /// from `newest`.
     fn displace(&mut self, newest: u64) {
-        let rank = |(network, own): (&IpAddr, &BTreeMap<u64, watch::Sender<bool>>)| {
-            let (&oldest, _) = own.first_key_value()?;
-            (oldest != newest).then_some((own.len(), std::cmp::Reverse(oldest), *network))
+        let rank = |(number, taken): (&u64, &Taken)| {
+            let counts: [usize; LEVELS] =
+                std::array::from_fn(|level| self.counts[level][&taken.networks[level]]);
+            (*number != newest).then_some((counts, std::cmp::Reverse(*number)))
         };
-        let most = self.by_network.iter().filter_map(rank).max();
-        if let Some((_, std::cmp::Reverse(oldest), network)) = most
-            && let Some(displaced) = self.remove(network, oldest)
+        let most = self.taken.iter().filter_map(rank).max();
+        if let Some((_, std::cmp::Reverse(oldest))) = most
+            && let Some(taken) = self.remove(oldest)
         {
-            displaced.send_replace(true);
+            taken.displaced.send_replace(true);
         }
     }
 
-    fn remove(&mut self, network: IpAddr, number: u64) -> Option<watch::Sender<bool>> {
-        let own = self.by_network.get_mut(&network)?;
-        let removed = own.remove(&number)?;
-        if own.is_empty() {
-            self.by_network.remove(&network);
+    fn remove(&mut self, number: u64) -> Option<Taken> {
+        let removed = self.taken.remove(&number)?;
+        for (counts, network) in self.counts.iter_mut().zip(removed.networks) {
+            if let Entry::Occupied(mut count) = counts.entry(network) {
+                *count.get_mut() -= 1;
+                if *count.get() == 0 {
+                    count.remove();
+                }
+            }
         }
-        self.taken -= 1;
         Some(removed)
     }
 }
@@ -119,7 +149,7 @@ impl State {
 impl Slot {
     /// The peer is known: its connection needs no slot any more, and cannot be displaced. The deadline stands.
     pub fn release(&self) {
-        self.of.0.lock().remove(self.network, self.number);
+        self.of.0.lock().remove(self.number);
     }
 
     /// When the connection must have been set up.
@@ -204,7 +234,7 @@ mod tests {
         assert!(!is_displaced(&peer) && !is_displaced(&late));
         drop((flood, peer, late));
         let state = slots.0.lock();
-        assert!(state.by_network.is_empty() && state.taken == 0);
+        assert!(state.counts.iter().all(HashMap::is_empty) && state.taken.is_empty());
     }
 
     #[test]
@@ -225,7 +255,7 @@ mod tests {
         let flood: Vec<_> = (0..10).map(|_| enter(&slots, "10.0.0.1")).collect();
         assert!(!is_displaced(&known));
         drop((known, flood));
-        assert_eq!(slots.0.lock().taken, 0);
+        assert!(slots.0.lock().taken.is_empty());
     }
 
     #[test]
@@ -254,36 +284,87 @@ mod tests {
         assert!(matches!(e, Err(NetError::Displaced { .. })), "{e:?}");
     }
 
+    #[test]
+    fn a_flood_of_single_connections_from_one_prefix_displaces_itself() {
+        for flood in [
+            // Each from a /64 of its own, in one /48, and in one /56.
+            |n: u16| format!("2001:db8:1:{n:x}::1"),
+            |n: u16| format!("2001:db8:1:{:x}::1", 0xab00 | n & 0xff),
+        ] {
+            let slots = Slots::new(16);
+            let peers = [
+                "10.0.0.9",
+                "10.0.0.8",
+                "2001:db8:2::1",
+                "2001:db8:1:ffff::1",
+            ];
+            let peers = peers.map(|address| enter(&slots, address));
+            let flood: Vec<_> = (0..1000).map(|n| enter(&slots, &flood(n))).collect();
+            let kept = |peer: &&Slot| !is_displaced(peer);
+            assert_eq!(peers[..3].iter().filter(kept).count(), 3);
+            assert!(!is_displaced(&flood[999]));
+            assert_eq!(peers.iter().chain(&flood).filter(kept).count(), 16);
+        }
+    }
+
+    #[test]
+    fn within_a_prefix_the_network_with_most_loses() {
+        let slots = Slots::new(8);
+        let single = enter(&slots, "2001:db8:1:100::1");
+        let flood: Vec<_> = (0..100)
+            .map(|n| enter(&slots, &format!("2001:db8:1:2{:02x}::1", n % 4)))
+            .collect();
+        assert!(!is_displaced(&single), "a /56 of its own");
+        assert_eq!(flood.iter().filter(|s| !is_displaced(s)).count(), 7);
+    }
+
+    /// Hosts of a /64, a /56, a /48, and of one address each.
+    fn some_address(kind: u8, n: u8) -> IpAddr {
+        match kind % 4 {
+            0 => [10, 0, 0, n % 5].into(),
+            1 => Ipv6Addr::new(0x2001, 0xdb8, u16::from(n % 3), 0, 0, 0, 0, 1).into(),
+            2 => Ipv6Addr::new(0x2001, 0xdb8, 7, u16::from(n), 0, 0, 0, 1).into(),
+            _ => Ipv6Addr::new(0x2001, 0xdb8, 7, u16::from(n) << 8, 0, 0, 0, 1).into(),
+        }
+    }
+
     proptest! {
-        /// Whatever comes and goes: no more slots than the limit are taken, and a network that has no more than its part
-        /// of them (the limit divided by the networks) never loses one.
+        /// Whatever comes and goes: no more slots than the limit are taken, and who loses one is of the network that has
+        /// most, whichever size of networks is looked at within the one before.
         #[test]
         fn whoever_has_little_keeps_it(
-            steps in prop::collection::vec((0u8..5, any::<bool>(), any::<u8>()), 0..300),
+            steps in prop::collection::vec((any::<(u8, u8)>(), any::<bool>(), any::<u8>()), 0..300),
         ) {
             let slots = Slots::new(10);
-            let mut held: Vec<(u8, Slot)> = Vec::new();
-            for (network, comes, which) in steps {
-                if !comes {
-                    if !held.is_empty() {
-                        held.swap_remove(usize::from(which) % held.len());
-                    }
+            let mut held: Vec<([IpAddr; LEVELS], Slot)> = Vec::new();
+            for ((kind, n), comes, which) in steps {
+                if !comes && !held.is_empty() {
+                    held.swap_remove(usize::from(which) % held.len());
                     continue;
                 }
-                let before: Vec<u64> = held.iter().map(|(_, s)| s.number).collect();
-                let count = |n: u8| held.iter().filter(|(of, _)| *of == n).count();
-                let counts: Vec<usize> = (0..5).map(count).collect();
-                let slot = slots.enter([10, 0, 0, network].into(), String::new(), LONG);
+                let address = some_address(kind, n);
+                let slot = slots.enter(address, String::new(), LONG);
                 prop_assert!(!is_displaced(&slot));
-                held.push((network, slot));
-                for (of, slot) in &held {
-                    if is_displaced(slot) && before.contains(&slot.number) {
-                        prop_assert!(counts[usize::from(*of)] >= 2, "{counts:?}");
+                let newest = slot.number;
+                held.push((networks_of(address), slot));
+                if let Some(at) = held.iter().position(|(_, slot)| is_displaced(slot)) {
+                    prop_assert_eq!(held.len(), 11);
+                    let lost = held[at].0;
+                    let mut among: Vec<_> = held.iter().collect();
+                    for level in 0..LEVELS {
+                        let has = |network| among.iter().filter(|(of, _)| of[level] == network).count();
+                        // The newest never loses its own.
+                        let others = among.iter().filter(|(_, slot)| slot.number != newest);
+                        let most = others.map(|(of, _)| has(of[level])).max();
+                        prop_assert_eq!(Some(has(lost[level])), most);
+                        among.retain(|(of, _)| of[level] == lost[level]);
                     }
+                    held.remove(at);
                 }
-                held.retain(|(_, slot)| !is_displaced(slot));
-                prop_assert!(held.len() <= 10 && slots.0.lock().taken == held.len());
+                prop_assert!(held.len() <= 10 && slots.0.lock().taken.len() == held.len());
             }
+            drop(held);
+            prop_assert!(slots.0.lock().counts.iter().all(HashMap::is_empty));
         }
     }
 }
