@@ -236,18 +236,14 @@ pub(crate) fn refusal_of(e: Error) -> Refusal {
     Refusal::new(code.unwrap_or(Code::Denied), one_line(&e))
 }
 
-/// The same for a peer: a failure may name files of the site and its other peers, so only the log tells it.
+/// A refusal as a peer may see it: it is told no path of this host, which then only goes to the log.
 pub(crate) fn for_peer(refusal: Refusal) -> Refusal {
-    let message = match refusal.code {
-        Code::NoSpace => "the disk of the site is full",
-        Code::Failed | Code::Io | Code::Corrupt => "it failed at the site, whose log says why",
-        _ => return refusal,
-    };
-    tracing::warn!("{}", clean(&refusal.message));
-    Refusal {
-        message: message.into(),
-        ..refusal
+    if !refusal.message.contains('/') {
+        return refusal;
     }
+    tracing::warn!("{}", clean(&refusal.message));
+    let message = "the site could not do it: the reason is in its log".into();
+    Refusal { message, ..refusal }
 }
 
 /// Adds to an error what was being done.

@@ -245,7 +245,9 @@ impl Home {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             entries => entries.with_context(|| format!("cannot read {}", dir.display()))?,
         };
-        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        // Whatever else somebody has put there is none.
+        let dirs = entries.flatten().filter(|entry| entry.path().is_dir());
+        let names = dirs.filter_map(|entry| entry.file_name().into_string().ok());
         let mut names: Vec<_> = names.filter(|name| domain::check(name).is_ok()).collect();
         names.sort();
         Ok(names)
@@ -515,6 +517,7 @@ mod tests {
         }
         let acme = home.domain_to_be("acme").unwrap();
         acme.make_domain().unwrap();
+        fs::write(acme.dir().with_file_name("readme"), "").unwrap();
         assert_eq!(home.domains().unwrap(), ["acme"]);
         assert_eq!(home.domain("acme").unwrap().domain_name(), "acme");
         assert_eq!(home.domain_name(), "default");

@@ -7,6 +7,7 @@
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
 //! - `ownership`: what belongs to a caller.
+//! - `expiry`: removes abandoned transfers.
 //! - `look`: the status of all domains.
 //! - `jobs`: long-running requests, with progress.
 //! - `matchers`: the per-site state of a standalone teleporter.
@@ -21,6 +22,7 @@ mod changes;
 mod conversation;
 mod domains;
 mod enforce;
+mod expiry;
 mod http;
 mod images;
 mod in_domain;
@@ -55,12 +57,12 @@ use tokio::task::JoinSet;
 
 use crate::addresses;
 use crate::audit::{Event, Record, grant_text};
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Error, Result, one_line};
 use crate::home::{CleanUp, Home, LOOK_EVERY};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, stopped};
 use crate::site;
-use crate::text::{clean, now_unix};
+use crate::text::now_unix;
 use domains::{Domain, Domains};
 use matchers::Matchers;
 use owners::Owners;
@@ -73,9 +75,6 @@ pub use status::{GetMetrics, GetStatus};
 
 /// How long sessions may take to save resumable state when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
-
-/// Interval of the check for abandoned transfers.
-const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
 
 /// Listen addresses; unset ones come from the configuration.
 #[derive(Debug, Clone, Default)]
@@ -194,10 +193,19 @@ async fn run(
         tokio::spawn(http::run(port, Arc::clone(&server)));
     }
     tokio::spawn(keep_reserve(Arc::clone(&server)));
-    tokio::spawn(expire_transfers(Arc::clone(&server)));
+    tokio::spawn(close_idle(Arc::clone(&server)));
+    tokio::spawn(expiry::expire_transfers(Arc::clone(&server)));
     tokio::spawn(enforce::enforce(Arc::clone(&server)));
     for name in server.home.domains()? {
-        server.sockets.listen(&server.home.domain(&name)?)?;
+        let home = server.home.domain(&name);
+        // Whatever else is wrong with it, its peers reach it over the network.
+        if let Err(e) = home.and_then(|home| server.sockets.listen(&home)) {
+            tracing::warn!(
+                domain = name,
+                "cannot listen on its socket: {}",
+                one_line(&e)
+            );
+        }
     }
     tokio::spawn(count_strangers(Arc::clone(&server)));
     announce(&server, listener.local_addr(), ready)?;
@@ -218,7 +226,6 @@ async fn keep_reserve(server: Arc<Server>) {
         let home = server.home.clone();
         // The panic was logged; continue with the next round.
         let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
-        server.domains.tidy().await;
     }
 }
 
@@ -245,34 +252,14 @@ async fn count_strangers(server: Arc<Server>) {
     }
 }
 
-/// Removes abandoned transfers.
-async fn expire_transfers(server: Arc<Server>) {
-    let (Duty::Site(default), Some(after)) = (&server.duty, server.home.config.keep_unfinished())
-    else {
-        return;
-    };
+/// Closes domains that have been idle.
+async fn close_idle(server: Arc<Server>) {
     let mut stop = server.stop.clone();
-    let mut looks = tokio::time::interval(EXPIRE_EVERY);
+    let mut looks = tokio::time::interval(LOOK_EVERY);
     loop {
         tokio::select! {
             () = stopped(&mut stop) => return,
-            _ = looks.tick() => {}
-        }
-        let open = server.domains.open().into_iter().map(|(_, domain)| domain);
-        for domain in std::iter::once(Arc::clone(default)).chain(open) {
-            let expire = move || domain.site.expire_transfers(after);
-            match tokio::task::spawn_blocking(expire).await {
-                Ok(Ok(expired)) => expired.iter().for_each(|t| {
-                    tracing::info!(
-                        image = t.name,
-                        peer = t.peer,
-                        "removed an unfinished transfer: nothing was received for too long"
-                    );
-                }),
-                Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
-                // The panic was logged; continue with the next round.
-                Err(_) => {}
-            }
+            _ = looks.tick() => server.domains.tidy().await,
         }
     }
 }

@@ -100,23 +100,25 @@ pub async fn open(
     identity: &Identity,
     supplies: Supplies,
 ) -> Result<Arc<Site>> {
-    // A domain has no peers of its own.
-    let peers = match home.of_site() {
-        Some(site) => Arc::new(open_catalog(&site)?),
-        None => Arc::clone(catalog),
+    let (its, images) = (home.clone(), Arc::clone(catalog));
+    let look = move || {
+        // A domain has no peers of its own.
+        let peers = match its.of_site() {
+            Some(site) => Arc::new(open_catalog(&site)?),
+            None => images,
+        };
+        let teleporter = its.config.teleporter.as_deref();
+        let teleporter = teleporter.map(|name| find_peer(&peers, name)).transpose();
+        let teleporter = teleporter.context("the teleporter of config.toml")?;
+        Ok::<_, Error>((peers, teleporter))
     };
-    let teleporter = match &home.config.teleporter {
-        None => None,
-        Some(name) => {
-            let peer = find_peer(&peers, name).context("the teleporter of config.toml")?;
-            Some(RemoteTeleporter {
-                domain: home.domain_name().to_owned(),
-                identity: identity.clone(),
-                key: peer.key,
-                addresses: peer.addresses,
-            })
-        }
-    };
+    let (peers, teleporter) = tokio::task::spawn_blocking(look).await??;
+    let teleporter = teleporter.map(|peer| RemoteTeleporter {
+        domain: home.domain_name().to_owned(),
+        identity: identity.clone(),
+        key: peer.key,
+        addresses: peer.addresses,
+    });
     let config = SiteConfig {
         images_dir: home.images_dir(),
         work_dir: home.work_dir(),

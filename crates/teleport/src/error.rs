@@ -4,6 +4,8 @@ use std::io;
 use std::path::PathBuf;
 
 use drover_core::is_disk_full;
+use drover_image::ImageError;
+use drover_index::IndexError;
 use drover_net::{Code, NetError, Refusal};
 use drover_store::StoreError;
 
@@ -15,10 +17,10 @@ pub enum TeleportError {
     Net(NetError),
     /// The image file cannot be read as an image.
     #[error(transparent)]
-    Image(#[from] drover_image::ImageError),
+    Image(#[from] ImageError),
     /// The matcher's files failed.
     #[error(transparent)]
-    Index(#[from] drover_index::IndexError),
+    Index(#[from] IndexError),
     /// A file operation failed.
     #[error("cannot {doing} {}: {error}", path.display())]
     File {
@@ -122,6 +124,30 @@ impl TeleportError {
         TeleportError::Refused(Refusal::new(code, message))
     }
 
+    /// The refusal to send to a peer: without files of this site, whose log has them.
+    #[must_use]
+    pub fn for_peer(&self) -> Refusal {
+        let code = match self {
+            TeleportError::Refused(refusal) => refusal.code,
+            _ => self.refusal().unwrap_or(Code::Failed),
+        };
+        let message = match self {
+            TeleportError::File { .. } | TeleportError::Store(_) if code == Code::NoSpace => {
+                "the destination ran out of space; free some there and send it again; the transfer resumes".into()
+            }
+            TeleportError::File { doing, error, .. }
+            | TeleportError::Store(StoreError::File { doing, error, .. }) => {
+                format!("the site cannot {doing} a file ({error}): its log says which")
+            }
+            TeleportError::Image(ImageError::In { source, .. }) => source.to_string(),
+            TeleportError::Index(IndexError::Io { .. })
+            | TeleportError::SourceChanged(_)
+            | TeleportError::Store(_) => "the site cannot use its files: its log says why".into(),
+            _ => self.to_string(),
+        };
+        Refusal::new(code, message)
+    }
+
     /// Adds the file and the action to an I/O error.
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
@@ -143,7 +169,7 @@ impl TeleportError {
         match self {
             TeleportError::File { error, .. }
             | TeleportError::Store(StoreError::File { error, .. }) => is_disk_full(error),
-            TeleportError::Index(drover_index::IndexError::Io { cause, .. }) => is_disk_full(cause),
+            TeleportError::Index(IndexError::Io { cause, .. }) => is_disk_full(cause),
             _ => false,
         }
     }
@@ -163,5 +189,39 @@ impl TeleportError {
             }
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_told_no_path_of_this_site() {
+        let path = PathBuf::from("/srv/drover/images/theirs.img");
+        let denied = || io::Error::from(io::ErrorKind::PermissionDenied);
+        let errors = [
+            TeleportError::file("write", &path)(denied()),
+            StoreError::file("write", &path)(denied()).into(),
+            StoreError::Catalog(drover_store::CatalogError::Newer {
+                path: path.clone(),
+                found: 9,
+            })
+            .into(),
+            ImageError::In {
+                path: path.clone(),
+                source: Box::new(ImageError::NotAFile),
+            }
+            .into(),
+            TeleportError::SourceChanged(path),
+        ];
+        for error in errors {
+            assert!(error.to_string().contains("/srv"), "{error}");
+            let told = error.for_peer();
+            assert_eq!(told.code, Code::Failed);
+            assert!(!told.message.contains('/'), "{told}");
+        }
+        let own = TeleportError::refused(Code::Busy, "try again later");
+        assert_eq!(own.for_peer(), Refusal::new(Code::Busy, "try again later"));
     }
 }

@@ -18,6 +18,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use drover_core::{Digest, ImageName};
 use drover_index::ImageId;
@@ -41,6 +42,9 @@ pub(crate) use give_way::{Matched, Waiting};
 pub use status::{SiteStatus, TransferStatus};
 pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
 pub use watch::{SendEvent, SendStep, Watcher};
+
+/// How long closing a site waits for its threads: one may wait for a remote teleporter.
+const THREADS_END: Duration = Duration::from_secs(20);
 
 /// Directories and limits of a site.
 #[derive(Debug, Clone)]
@@ -100,7 +104,7 @@ pub struct Site {
     pub(crate) session_opened: tokio::sync::Notify,
     pub(crate) totals: Totals,
     closing: AtomicBool,
-    copier: Mutex<Option<std::thread::JoinHandle<()>>>,
+    threads: Mutex<Vec<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
     catch_up_wakes: crossbeam_channel::Sender<()>,
     /// Whether the matcher may lack some images.
@@ -285,12 +289,30 @@ impl Site {
     pub fn close(&self) -> Result<(), TeleportError> {
         self.trim_sequences();
         self.closing.store(true, Ordering::Relaxed);
+        self.join_threads();
         self.sequences.settle();
         if let Matching::Local(teleporter) = &self.matching {
             let mut teleporter = teleporter.lock();
             teleporter.persist()?;
         }
         Ok(())
+    }
+
+    /// Waits for the background threads to end, so that nobody uses the site's files.
+    fn join_threads(&self) {
+        self.wake_copier();
+        let _ = self.catch_up_wakes.try_send(());
+        let until = Instant::now() + THREADS_END;
+        for thread in self.threads.lock().drain(..) {
+            while !thread.is_finished() {
+                if Instant::now() > until {
+                    tracing::warn!("a background thread did not end within {THREADS_END:?}");
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let _ = thread.join();
+        }
     }
 }
 

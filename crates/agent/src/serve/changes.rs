@@ -140,7 +140,8 @@ impl Handler<Order> for OfSite {
         let job = move |progress: &mut dyn FnMut(u64, u64)| {
             changes::merge(&here, &order, author.as_ref(), progress, &stop)
         };
-        let merged = jobs::run(&self.server, exchange, job).await;
+        let uses = Arc::clone(&self.domain);
+        let merged = jobs::run(&self.server, exchange, uses, job).await;
         merged.map_err(failed)?.map_err(refusal_of)
     }
 }

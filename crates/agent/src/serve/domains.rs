@@ -5,6 +5,7 @@
 //! have been idle for [`IDLE`]; at most [`MAX_OPEN`] are open at once, which bounds the memory of their matchers.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::recovery::Recovery;
 use crate::changes::Here;
-use crate::error::{Result, one_line, refusal_of};
+use crate::error::{Error, Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
 use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::quota::Quotas;
@@ -55,10 +56,15 @@ impl Domain {
         identity: &Identity,
         supplies: Supplies,
     ) -> Result<Arc<Domain>> {
+        let (its, images) = (home.clone(), Arc::clone(&catalog));
+        let parts = move || {
+            let quotas = Quotas::new(&its, &images)?;
+            Ok::<_, Error>((site_server(&its, &images)?, Arc::new(quotas)))
+        };
+        let (devices, quotas) = tokio::task::spawn_blocking(parts).await??;
+        // Last, because it begins work in the background.
         let site = site::open(&home, &catalog, identity, supplies).await?;
-        let devices = site_server(&home, &catalog)?;
         hold_leased(&site, &devices, &home);
-        let quotas = Arc::new(Quotas::new(&home, &catalog)?);
         let limit = Arc::clone(&quotas);
         site.limit_by(Arc::new(move |peer, name, bytes| {
             limit.take(peer, Some(name), bytes)
@@ -117,8 +123,11 @@ pub struct Domains {
     supplies: Supplies,
     /// Held while one is opened or closed.
     changing: tokio::sync::Mutex<()>,
-    open: Mutex<HashMap<String, Opened>>,
+    open: Open,
 }
+
+/// Those that are open, by name.
+type Open = Arc<Mutex<HashMap<String, Opened>>>;
 
 struct Opened {
     domain: Arc<Domain>,
@@ -139,23 +148,34 @@ impl Opened {
     }
 }
 
-/// A domain in use, until it is dropped.
-pub struct InUse<'a> {
-    domains: &'a Domains,
-    name: String,
+/// A domain that stays open until this is dropped: whatever works in it holds one.
+pub struct InUse {
     domain: Arc<Domain>,
+    /// Where it is counted; the default domain is always open.
+    counted: Option<(Open, String)>,
 }
 
-impl InUse<'_> {
-    /// The domain.
-    pub fn domain(&self) -> &Arc<Domain> {
+impl InUse {
+    /// The default domain.
+    pub fn default(domain: Arc<Domain>) -> InUse {
+        let counted = None;
+        InUse { domain, counted }
+    }
+}
+
+impl Deref for InUse {
+    type Target = Domain;
+
+    fn deref(&self) -> &Domain {
         &self.domain
     }
 }
 
-impl Drop for InUse<'_> {
+impl Drop for InUse {
     fn drop(&mut self) {
-        if let Some(opened) = self.domains.open.lock().get_mut(&self.name) {
+        if let Some((open, name)) = &self.counted
+            && let Some(opened) = open.lock().get_mut(name)
+        {
             opened.users -= 1;
             opened.since = Instant::now();
         }
@@ -168,7 +188,7 @@ impl Domains {
         Domains {
             supplies,
             changing: tokio::sync::Mutex::default(),
-            open: Mutex::default(),
+            open: Open::default(),
         }
     }
 
@@ -182,7 +202,7 @@ impl Domains {
         identity: &Identity,
         peers: &Arc<SiteCatalog>,
         name: &str,
-    ) -> Result<InUse<'_>, Refusal> {
+    ) -> Result<InUse, Refusal> {
         if let Some(found) = self.take(name) {
             return Ok(found);
         }
@@ -196,35 +216,44 @@ impl Domains {
             return Err(Refusal::new(Code::Busy, text));
         }
         let opened = async {
-            let lock = home.lock()?;
-            let catalog = Arc::new(site::open_catalog(&home)?);
+            let its = home.clone();
+            let begun = move || {
+                let lock = its.lock()?;
+                Ok::<_, Error>((lock, Arc::new(site::open_catalog(&its)?)))
+            };
+            let (lock, catalog) = tokio::task::spawn_blocking(begun).await??;
             Domain::open(home, lock, catalog, identity, self.supplies.clone()).await
         };
-        let domain = opened.await.map_err(refusal_of)?;
-        let recovery = Recovery::begin(domain.here(identity.key()));
-        // What was taken away while it was closed.
-        let taken = domain.take_away(peers, identity.key()).await;
-        taken.map_err(refusal_of)?;
+        let domain = opened.await.map_err(|e| {
+            tracing::error!(domain = name, "cannot open the domain: {}", one_line(&e));
+            // It may name peers of other domains, and files.
+            let text =
+                format!("the domain {name} cannot be opened: the reason is in the log of its site");
+            Refusal::new(Code::Unavailable, text)
+        })?;
         let opened = Opened {
-            domain,
-            recovery,
+            recovery: Recovery::begin(domain.here(identity.key())),
+            domain: Arc::clone(&domain),
             users: 0,
             since: Instant::now(),
         };
         self.open.lock().insert(name.to_owned(), opened);
         tracing::info!(domain = name, "domain opened");
-        self.take(name)
-            .ok_or_else(|| Refusal::new(Code::Unavailable, "the domain was closed; try again"))
+        let found = self.take(name);
+        // While it was closed; from now on it is noticed.
+        if let Err(e) = domain.take_away(peers, identity.key()).await {
+            tracing::warn!(domain = name, "{}", one_line(&e));
+        }
+        found.ok_or_else(|| Refusal::new(Code::Unavailable, "the domain was closed; try again"))
     }
 
-    fn take(&self, name: &str) -> Option<InUse<'_>> {
+    fn take(&self, name: &str) -> Option<InUse> {
         let mut open = self.open.lock();
         let opened = open.get_mut(name)?;
         opened.users += 1;
         Some(InUse {
-            domains: self,
-            name: name.to_owned(),
             domain: Arc::clone(&opened.domain),
+            counted: Some((Arc::clone(&self.open), name.to_owned())),
         })
     }
 
@@ -271,8 +300,11 @@ impl Domains {
 
     /// Closes those that have been idle for [`IDLE`].
     pub async fn tidy(&self) {
-        let _changing = self.changing.lock().await;
-        self.close_idle(IDLE, usize::MAX).await;
+        // One by one: others may be waiting for theirs.
+        while {
+            let _changing = self.changing.lock().await;
+            self.close_idle(IDLE, 1).await
+        } {}
     }
 
     /// Closes all; nobody may be using any.

@@ -51,7 +51,8 @@ impl Handler<VerifyImage> for OfSite {
         self.record(&name).await?;
         let (site, of) = (Arc::clone(&self.domain.site), name.clone());
         let job = move |progress: &mut dyn FnMut(u64, u64)| site.verify(&of, progress);
-        let checked = jobs::run(&self.server, exchange, job).await;
+        let uses = Arc::clone(&self.domain);
+        let checked = jobs::run(&self.server, exchange, uses, job).await;
         let (expected, found) = checked.map_err(failed)??;
         let metrics = &self.server.metrics;
         if expected == found {
@@ -77,7 +78,8 @@ impl Handler<IndexImage> for OfSite {
         }
         let site = Arc::clone(&self.domain.site);
         let job = move |progress: &mut dyn FnMut(u64, u64)| site.index_image(&path, progress);
-        let indexed = jobs::run(&self.server, exchange, job).await;
+        let uses = Arc::clone(&self.domain);
+        let indexed = jobs::run(&self.server, exchange, uses, job).await;
         Ok(indexed.map_err(failed)??.name)
     }
 }

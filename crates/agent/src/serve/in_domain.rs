@@ -10,33 +10,25 @@ use super::audited::write;
 use super::domains::{Domain, InUse};
 use super::server::{Duty, OfSite, Server};
 use crate::audit::{Audit, Record};
-use crate::text::clean;
+use crate::error::for_peer;
 
 /// Handles the requests to a site in the domain of the caller.
 #[derive(Clone)]
 pub struct InDomain(pub Arc<Server>);
 
 impl InDomain {
-    /// The domain of a caller, which is in use until the first part is dropped.
-    pub async fn of(&self, peer: &Peer) -> Result<(Option<InUse<'_>>, Arc<Domain>), Refusal> {
+    /// The domain of that name.
+    pub async fn of(&self, name: &str) -> Result<Arc<InUse>, Refusal> {
         let Duty::Site(default) = &self.0.duty else {
             return Err(Refusal::new(Code::Unsupported, "this is not a site"));
         };
-        if peer.domain == DEFAULT_DOMAIN {
-            return Ok((None, Arc::clone(default)));
+        if name == DEFAULT_DOMAIN {
+            return Ok(Arc::new(InUse::default(Arc::clone(default))));
         }
         let server = &self.0;
-        let found = server
-            .domains
-            .of(
-                &server.home,
-                &server.identity,
-                &server.catalog,
-                &peer.domain,
-            )
-            .await?;
-        let domain = Arc::clone(found.domain());
-        Ok((Some(found), domain))
+        let (home, identity, catalog) = (&server.home, &server.identity, &server.catalog);
+        let found = server.domains.of(home, identity, catalog, name);
+        Ok(Arc::new(found.await?))
     }
 }
 
@@ -50,24 +42,16 @@ where
         request: R,
         exchange: &mut Exchange<'_, R>,
     ) -> Result<R::Reply, Refusal> {
-        let (_used, domain) = self.of(peer).await?;
         let site = OfSite {
             server: Arc::clone(&self.0),
-            domain,
+            domain: self.of(&peer.domain).await?,
         };
         let done = site.handle(peer, request, exchange).await;
-        done.map_err(|refusal| without_paths(peer, refusal))
+        done.map_err(|refusal| match peer.rights.has(Right::Manage) {
+            true => refusal,
+            false => for_peer(refusal),
+        })
     }
-}
-
-/// The refusal as its caller may see it: a peer is told no path of this host, which then only goes to the log.
-fn without_paths(peer: &Peer, refusal: Refusal) -> Refusal {
-    if peer.rights.has(Right::Manage) || !refusal.message.contains('/') {
-        return refusal;
-    }
-    tracing::warn!("{}", clean(&refusal.message));
-    let message = "the site could not do it: the reason is in its log".into();
-    Refusal { message, ..refusal }
 }
 
 /// A conversation with a site, in the domain of the caller.
@@ -99,8 +83,8 @@ impl<R: Request, S: Service> Service for Conversation<R, S> {
 
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
-            let (_used, domain) = match self.server.of(&peer).await {
-                Ok(found) => found,
+            let domain = match self.server.of(&peer.domain).await {
+                Ok(domain) => domain,
                 Err(refusal) => {
                     let record = Record::refused(R::SERVICE, &refusal, None).by(&peer);
                     let record = record.from(call.reader.peer_text());

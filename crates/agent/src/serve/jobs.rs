@@ -27,13 +27,15 @@ pub fn places() -> Shares<PeerKey> {
     })
 }
 
-/// Runs `job` on its own thread once a place is free, and reports its progress to the caller.
+/// Runs `job` on its own thread once a place is free, and reports its progress to the caller. `uses` is kept until the job
+/// has ended: the domains that it works in.
 ///
 /// # Errors
-/// When the caller disconnects or the site stops; the job is abandoned then.
+/// When the caller disconnects or the site stops; the job goes on, and nobody hears of it.
 pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
     server: &Arc<Server>,
     exchange: &mut Exchange<'_, R>,
+    uses: impl Send + 'static,
     job: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T + Send + 'static,
 ) -> Result<T> {
     let done = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
@@ -42,7 +44,7 @@ pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
     let work = async move {
         let place = jobs.take(caller, 1).await;
         let out = tokio::task::spawn_blocking(move || {
-            let _place = place;
+            let _until_it_ends = (place, uses);
             job(&mut |now, total| {
                 done.0.store(now, Relaxed);
                 done.1.store(total, Relaxed);

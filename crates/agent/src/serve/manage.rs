@@ -57,20 +57,16 @@ impl Handler<MoveImage> for Manage {
         exchange: &mut Exchange<'_, MoveImage>,
     ) -> Result<(), Refusal> {
         let of = InDomain(Arc::clone(&self.0));
-        let (_here, here) = of.of(peer).await?;
-        let other = Peer {
-            domain: to,
-            ..peer.clone()
-        };
-        let (_there, there) = of.of(&other).await?;
-        if Arc::ptr_eq(&here, &there) {
+        let (here, there) = (of.of(&peer.domain).await?, of.of(&to).await?);
+        if Arc::ptr_eq(&here.site, &there.site) {
             return Err(Refusal::new(Code::Failed, "it is in that domain already"));
         }
         let key = self.0.identity.key();
+        let uses = (Arc::clone(&here), Arc::clone(&there));
         let (here, there) = (here.here(key), Arc::clone(&there.site));
         let job =
             move |progress: &mut dyn FnMut(u64, u64)| move_between(&here, &there, &name, progress);
-        let moved = jobs::run(&self.0, exchange, job).await;
+        let moved = jobs::run(&self.0, exchange, uses, job).await;
         moved.map_err(failed)?.map_err(refusal_of)
     }
 }

@@ -8,7 +8,7 @@ use drover_net::{Identity, PeerKey, Shares};
 use drover_store::SiteCatalog;
 use tokio::sync::watch;
 
-use super::domains::{Domain, Domains};
+use super::domains::{Domain, Domains, InUse};
 use super::matchers::Matchers;
 use super::owners::Sockets;
 use super::strangers::StrangerLog;
@@ -82,7 +82,7 @@ pub struct Common(pub Arc<Server>);
 #[derive(Clone)]
 pub struct OfSite {
     pub server: Arc<Server>,
-    pub domain: Arc<Domain>,
+    pub domain: Arc<InUse>,
 }
 
 impl Server {

@@ -1,5 +1,6 @@
 //! Interrupted transfers: listed here and at a peer, removed, and expired by the site.
 
+use std::path::Path;
 use std::process::Stdio;
 
 use serde_json::Value;
@@ -97,6 +98,16 @@ fn what_was_stopped_is_listed_and_removed_here_and_at_a_peer() {
     assert!(list(&world, "far", &[]).is_empty());
 }
 
+/// Makes the transfer in a directory eight days old.
+fn age(dir: &Path) {
+    let days = std::time::Duration::from_secs(8 * 24 * 3600);
+    let then = std::time::SystemTime::now() - days;
+    for name in ["log", "image.part"] {
+        let file = std::fs::File::options().write(true).open(dir.join(name));
+        file.unwrap().set_modified(then).unwrap();
+    }
+}
+
 #[test]
 fn a_site_removes_what_nothing_comes_to() {
     let world = World::new();
@@ -105,15 +116,7 @@ fn a_site_removes_what_nothing_comes_to() {
     drop(far);
     let dirs = || std::fs::read_dir(world.path("far/work/transfers")).unwrap();
     let dir = dirs().next().unwrap().unwrap().path();
-    for name in ["log", "image.part"] {
-        let file = std::fs::File::options()
-            .write(true)
-            .open(dir.join(name))
-            .unwrap();
-        let days = std::time::Duration::from_secs(8 * 24 * 3600);
-        file.set_modified(std::time::SystemTime::now() - days)
-            .unwrap();
-    }
+    age(&dir);
     let config = world.path("far/config.toml");
     let kept = "keep-unfinished = \"9d\"\n";
     std::fs::write(&config, kept).unwrap();
@@ -126,6 +129,24 @@ fn a_site_removes_what_nothing_comes_to() {
     until("it is said", || {
         far.log().contains("nothing was received for too long")
     });
+}
+
+/// Of domains that nobody uses, too.
+#[test]
+fn a_site_removes_what_nothing_comes_to_from_every_domain() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    world.run("far", &["domains", "add", "acme"]).ok();
+    let ticket = world.run("far", &["ticket", "--domain", "acme"]).ok().out;
+    let pair = ["pair", ticket.trim(), "--name", "far"];
+    world.run("near", &pair).ok();
+    stopped(&world, "a.img", 5);
+    drop(far);
+    let dirs = || std::fs::read_dir(world.path("far/domains/acme/work/transfers")).unwrap();
+    age(&dirs().next().unwrap().unwrap().path());
+    let far = world.serve("far", &[]);
+    until("it expires", || dirs().count() == 0);
+    assert!(far.log().contains("nothing was received for too long"));
 }
 
 /// A transfer with a damaged log is known only by its key, with and without a running site.

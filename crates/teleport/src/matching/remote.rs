@@ -121,18 +121,19 @@ pub async fn serve_teleporter(
                     probe = Probe::default();
                 }
                 let known = shared.lock().probe(&mut probe, &batch);
-                let known = known
-                    .map(Answer::Known)
-                    .map_err(|e| TeleportError::from(e).into());
+                let known = known.map(Answer::Known).map_err(TeleportError::from);
                 (known, probe)
             }
-            event => (handle(&shared, event).map_err(Refusal::from), probe),
+            event => (handle(&shared, event), probe),
         })
         .await;
         let answer = match answer {
             Ok((answer, next)) => {
                 probe = next;
-                answer
+                answer.map_err(|e| {
+                    tracing::warn!("cannot match: {e}");
+                    e.for_peer()
+                })
             }
             Err(_) => {
                 probe = Probe::default();

@@ -57,14 +57,19 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
         let mut wait = AFTER_START;
         let mut unfit = HashSet::new();
         loop {
-            match wakes.recv_timeout(wait) {
-                Err(RecvTimeoutError::Disconnected) => return,
+            let woken = wakes.recv_timeout(wait);
+            let closes = |site: &Arc<Site>| site.closing.load(Ordering::Relaxed);
+            if woken == Err(RecvTimeoutError::Disconnected)
+                || weak.upgrade().is_none_or(|site| closes(&site))
+            {
+                return;
+            }
+            if woken.is_ok() {
                 // Do not retry at once what has just failed.
-                Ok(()) => std::thread::sleep(AFTER_FAILURE.min(wait)),
-                Err(RecvTimeoutError::Timeout) => {}
+                std::thread::sleep(AFTER_FAILURE.min(wait));
             }
             let Some(site) = weak.upgrade() else { return };
-            if site.closing.load(Ordering::Relaxed) || (lone && runtime.is_err()) {
+            if closes(&site) || (lone && runtime.is_err()) {
                 return;
             }
             wait = match site.catch_up(&mut unfit) {

@@ -89,7 +89,7 @@ impl Site {
             session_opened: tokio::sync::Notify::new(),
             totals: Totals::default(),
             closing: AtomicBool::new(false),
-            copier: Mutex::new(None),
+            threads: Mutex::default(),
             copier_wakes: wake,
             catch_up_wakes,
             behind: AtomicBool::new(true),
@@ -112,11 +112,14 @@ impl Site {
         site.remove_stray_hash_files();
         site.report_lost_indexes(&mut repairs);
         let copier = shared::start_copier(&site, wakes);
-        *site.copier.lock() = copier.ok();
+        site.threads.lock().extend(copier.ok());
         site.wake_copier();
         // Without this thread only possible matches are lost.
-        if let Err(e) = catch_up::start(&site, lacks) {
-            tracing::warn!(error = %e, "cannot start the thread that keeps the matcher up to date");
+        match catch_up::start(&site, lacks) {
+            Ok(thread) => site.threads.lock().push(thread),
+            Err(e) => {
+                tracing::warn!(error = %e, "cannot start the thread that keeps the matcher up to date");
+            }
         }
         Ok((site, repairs))
     }

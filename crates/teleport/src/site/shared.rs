@@ -102,7 +102,7 @@ pub(super) fn start_copier(
                 0 => wakes.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 _ => wakes.recv_timeout(TRY_AGAIN),
             };
-            if woken == Err(RecvTimeoutError::Disconnected) {
+            if woken == Err(RecvTimeoutError::Disconnected) || site().is_none() {
                 return;
             }
             let mut at = 0;

@@ -818,3 +818,19 @@ fn a_name_that_is_reserved_is_nobody_elses() {
     let _taken = take().unwrap();
     assert!(site.reserve_name(&name).is_err());
 }
+
+/// Another process, or this one, may open the site again.
+#[test]
+fn nothing_uses_a_site_that_was_closed() {
+    let home = Home::new();
+    for work in [true, false] {
+        let (site, _) = home.open();
+        if work {
+            site.wake_copier();
+            site.matcher_is_behind();
+        }
+        site.close().unwrap();
+        assert_eq!(Arc::strong_count(&site), 1);
+        assert!(site.threads.lock().is_empty());
+    }
+}

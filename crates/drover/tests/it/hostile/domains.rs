@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::*;
 use crate::mount::client::Client as Nbd;
 use crate::mount::{Mounts, text};
-use crate::world::{same, signal};
+use crate::world::{same, signal, until};
 
 /// A site with a domain for each of two tenants, paired as `a` and `b`.
 fn two_tenants(world: &World) -> Site {
@@ -291,4 +291,63 @@ fn a_domain_that_is_not_there_is_no_peers() {
         let ran = run(&[args, &["--domain", "b"]].concat()).code(2);
         assert!(ran.err.contains("--domain"), "{ran:?}");
     }
+}
+
+/// A job goes on when its caller has left: what it works in does not go away under it.
+#[test]
+fn a_domain_in_which_work_goes_on_is_not_removed() {
+    let world = World::new();
+    let _site = world.serve("far", &[]);
+    let run = |args: &[&str]| world.run("far", args);
+    run(&["domains", "add", "acme"]).ok();
+    let image = world.image("large.img", 1, 16 << 10);
+    let index = ["index", image.to_str().unwrap(), "--domain", "acme"];
+    let mut child = world.drover("far", &index).spawn().unwrap();
+    let hash_files = world.path("far/domains/acme/index/index");
+    let files = || fs::read_dir(&hash_files).map_or(0, Iterator::count);
+    let before = files();
+    until("it has begun", || files() > before);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // In use, or not empty any more.
+    run(&["domains", "rm", "acme", "--yes"]).fails(3, &["acme"]);
+    until("it is done", || {
+        let images = run(&["images", "--domain", "acme", "--json"]).ok();
+        images.json().len() == 1
+    });
+    run(&["verify", "large.img", "--domain", "acme"]).ok();
+}
+
+#[test]
+fn a_domain_that_cannot_be_opened_tells_peers_nothing_else() {
+    let world = World::new();
+    let site = two_tenants(&world);
+    let work = world.path("far/domains/a/work");
+    fs::remove_dir_all(&work).unwrap();
+    fs::write(&work, "in the way").unwrap();
+    let image = world.image("web.img", 1, 16);
+    let image = image.to_str().unwrap();
+    for args in [&["images", "far"][..], &["send", image, "far"]] {
+        let ran = world.run("a", args);
+        assert_ne!(ran.code, Some(0), "{ran:?}");
+        assert!(ran.err.contains("the domain a cannot be opened"), "{ran:?}");
+        let told = ran.err.replace(image, "");
+        assert!(
+            !told.contains("/domains/") && !told.contains("peer"),
+            "{told}"
+        );
+    }
+    assert!(
+        site.log().contains(work.to_str().unwrap()),
+        "{}",
+        site.log()
+    );
+    // It harms nobody else, nor the next start.
+    world.run("b", &["send", image, "far"]).ok();
+    drop(site);
+    fs::write(world.path("far/domains/readme"), "not a domain").unwrap();
+    fs::remove_dir_all(world.path("far/domains/b")).unwrap();
+    fs::create_dir_all(world.path("far/domains/c/site.sock")).unwrap();
+    let _site = world.serve("far", &[]);
+    world.run("far", &["images"]).ok();
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use drover_net::{Code, Frame, Refusal, encode};
+use drover_net::{Code, Frame, encode};
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
@@ -64,20 +64,7 @@ impl Session {
 
     /// Refuses the current image. The source adds its name.
     pub async fn refuse(&self, error: &TeleportError) -> Result<(), TeleportError> {
-        let message = match error {
-            TeleportError::File { .. } | TeleportError::Store(_)
-                if error.refusal() == Some(Code::NoSpace) =>
-            {
-                "the destination ran out of space; free some there and send it again; the transfer resumes".into()
-            }
-            _ => error.to_string(),
-        };
-        let code = match error {
-            TeleportError::Refused(refusal) => refusal.code,
-            _ => error.refusal().unwrap_or(Code::Failed),
-        };
-        self.send(kind::REFUSE, encode(&Refusal::new(code, message)))
-            .await
+        self.send(kind::REFUSE, encode(&error.for_peer())).await
     }
 
     /// Returns when the session should end in favor of others: nothing has moved for [`Supplies::max_idle`], and in that
