@@ -1,7 +1,7 @@
 //! A site's home directory, which holds all of its state: identity, catalog, images and caches.
 //!
 //! ```text
-//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log
+//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log   serve.ticket
 //! images/        work/         index/        mounted/     mounts/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```

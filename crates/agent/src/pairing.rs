@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use drover_net::{ConnectOptions, PeerKey, Rights, Ticket, TicketError, connect_any};
 use drover_storage::atomic_replace;
-use drover_store::{Grant, Peer, SiteCatalog, peer_name, ticket_id};
+use drover_store::{Grant, Peer, SiteCatalog, TICKET_LIFETIME, peer_name, ticket_id};
 
 use crate::addresses;
 use crate::audit::{Event, Record, grant_text};
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Error, Result, one_line};
 use crate::home::{CleanUp, Home};
 use crate::remote::Call;
 use crate::serve::Pair;
@@ -64,6 +64,59 @@ pub fn new_ticket(
         expires_unix: now.saturating_add(seconds),
         site_runs: home.used_by()?.is_some(),
     })
+}
+
+/// The ticket that a server shows when it starts: that of an earlier start while it is good, else a new one, which gives
+/// `grant`. It is kept in a file of the home, since the catalog has only the hash of its secret.
+///
+/// # Errors
+/// When the catalog cannot be written.
+pub(crate) fn ticket_of_server(
+    home: &Home,
+    catalog: &SiteCatalog,
+    addresses: &[String],
+    grant: &Grant,
+) -> Result<ShownTicket> {
+    let path = home.dir().join("serve.ticket");
+    let new = Ticket::new(home.identity()?.key(), addresses.iter().cloned());
+    let now = now_unix();
+    let before = std::fs::read_to_string(&path).ok();
+    let before: Option<Ticket> = before.and_then(|text| text.trim().parse().ok());
+    if let Some(before) = before
+        && let Some(info) = catalog.ticket(&before.secret)?
+        && (info.used_by, info.expires_unix > now) == (None, true)
+        && (&info.grant, info.name.as_str()) == (grant, "")
+    {
+        // The addresses may be others now.
+        let ticket = Ticket {
+            secret: before.secret,
+            ..new
+        };
+        return Ok(ShownTicket {
+            ticket,
+            expires_unix: info.expires_unix,
+        });
+    }
+    catalog.add_ticket(&new.secret, grant, "", now, TICKET_LIFETIME)?;
+    let made = Record::new(Event::TicketMade).by_site();
+    let made = made.ticket(&ticket_id(&new.secret));
+    home.audit().write(made.detail(grant_text(grant)));
+    if let Err(e) = save_ticket(&new, &path, true) {
+        tracing::warn!("{}: the next start makes another ticket", one_line(&e));
+    }
+    Ok(ShownTicket {
+        ticket: new,
+        expires_unix: now.saturating_add(i64::try_from(TICKET_LIFETIME.as_secs()).unwrap_or(0)),
+    })
+}
+
+/// A ticket that a server shows.
+#[derive(Debug)]
+pub struct ShownTicket {
+    /// The ticket.
+    pub ticket: Ticket,
+    /// When it expires, seconds since 1970.
+    pub expires_unix: i64,
 }
 
 /// Writes a ticket to a file that only this user can read. A file in its place is an error, unless it may be replaced.

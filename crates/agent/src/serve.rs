@@ -50,15 +50,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey, Ticket};
-use drover_store::{Grant, SiteCatalog, TICKET_LIFETIME, ticket_id};
+use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey};
+use drover_store::{Grant, SiteCatalog};
 use sd_notify::NotifyState;
 use tokio::task::JoinSet;
 
 use crate::addresses;
-use crate::audit::{Event, Record, grant_text};
 use crate::error::{Context, Error, Result, one_line};
 use crate::home::{CleanUp, Home, LOOK_EVERY};
+use crate::pairing::{ShownTicket, ticket_of_server};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, stopped};
 use crate::site;
@@ -76,7 +76,7 @@ pub use status::{GetMetrics, GetStatus};
 /// How long sessions may take to save resumable state when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// Listen addresses; unset ones come from the configuration.
+/// Listen addresses, of which unset ones come from the configuration, and what is shown of them.
 #[derive(Debug, Clone, Default)]
 pub struct Listen {
     /// For peers.
@@ -85,6 +85,8 @@ pub struct Listen {
     pub advertise: Vec<String>,
     /// For metrics over HTTP.
     pub metrics_listen: Option<SocketAddr>,
+    /// Whether a ticket is shown: where nobody sees it, there need not be one.
+    pub ticket: bool,
 }
 
 /// A site that accepts connections.
@@ -98,8 +100,8 @@ pub struct Ready {
     pub key: PeerKey,
     /// The address it listens on.
     pub listening: SocketAddr,
-    /// A new ticket to pair with it.
-    pub ticket: Ticket,
+    /// A ticket to pair with it, if one is to be shown.
+    pub ticket: Option<ShownTicket>,
 }
 
 /// Runs a site until a signal stops it. `ready` is called once, when it accepts connections.
@@ -208,7 +210,7 @@ async fn run(
         }
     }
     tokio::spawn(count_strangers(Arc::clone(&server)));
-    announce(&server, listener.local_addr(), ready)?;
+    announce(&server, listener.local_addr(), args.ticket, ready)?;
     let talks = accept(&server, &listener, &local, owners).await?;
     drop((listener, local));
     finish(&server, talks, recovery).await
@@ -280,19 +282,19 @@ fn raise_file_limit() {
 }
 
 /// Announces that the site is ready.
-fn announce(server: &Server, listening: SocketAddr, ready: impl FnOnce(&Ready)) -> Result<()> {
-    let ticket = Ticket::new(server.identity.key(), server.addresses.iter().cloned());
+fn announce(
+    server: &Server,
+    listening: SocketAddr,
+    shown: bool,
+    ready: impl FnOnce(&Ready),
+) -> Result<()> {
     let grant = match server.duty {
         Duty::Site(_) => Grant::default(),
         Duty::Teleporter(_) => Grant::matching(),
     };
-    let (secret, now) = (&ticket.secret, now_unix());
-    server
-        .catalog
-        .add_ticket(secret, &grant, "", now, TICKET_LIFETIME)?;
-    let made = Record::new(Event::TicketMade).by_site();
-    let made = made.ticket(&ticket_id(secret)).detail(grant_text(&grant));
-    server.home.audit().write(made);
+    let (home, catalog, addresses) = (&server.home, &server.catalog, &server.addresses);
+    let ticket = shown.then(|| ticket_of_server(home, catalog, addresses, &grant));
+    let ticket = ticket.transpose()?;
     ready(&Ready {
         duty: server.duty.name(),
         name: server.name.clone(),

@@ -168,8 +168,8 @@ pub struct ListenArgs {
 
 /// Run a site: receive images and serve them to mounts
 ///
-/// Creates the site directory if it does not exist. Once the site accepts connections, it prints a new pairing ticket to
-/// stdout; everything else goes to stderr. Runs until SIGTERM or Ctrl-C. Interrupted transfers resume when the image is sent again.
+/// Creates the site directory if it does not exist. Once the site accepts connections, it prints a pairing ticket to
+/// stdout, that of its last start if it is still good; everything else goes to stderr. Runs until SIGTERM or Ctrl-C. Interrupted transfers resume when the image is sent again.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

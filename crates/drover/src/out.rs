@@ -1,6 +1,7 @@
 //! Output: results go to stdout, everything else to stderr.
 
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Context, Result};
 use comfy_table::presets::NOTHING;
@@ -43,6 +44,15 @@ pub fn is_readable_by_others() -> bool {
     fstat(io::stdout()).is_ok_and(|found| {
         FileType::from_raw_mode(found.st_mode).is_file() && found.st_mode & 0o044 != 0
     })
+}
+
+/// Whether stdout is `/dev/null`, as in a service.
+pub fn is_null() -> bool {
+    let null = std::fs::metadata("/dev/null");
+    match (fstat(io::stdout()), null) {
+        (Ok(found), Ok(null)) => found.st_rdev == null.rdev() && null.rdev() != 0,
+        _ => false,
+    }
 }
 
 /// Prints one JSON object on a line.

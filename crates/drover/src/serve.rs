@@ -2,7 +2,9 @@
 
 use drover_agent::error::Result;
 use drover_agent::home::Home;
+use drover_agent::pairing::ShownTicket;
 use drover_agent::serve::{self, Listen, Ready};
+use drover_agent::text::moment;
 
 use crate::cli::ListenArgs;
 use crate::out;
@@ -28,6 +30,7 @@ fn listen(args: ListenArgs) -> Listen {
         listen: args.listen,
         advertise: args.advertise,
         metrics_listen: args.metrics_listen,
+        ticket: !out::is_readable_by_others() && !out::is_null(),
     }
 }
 
@@ -37,17 +40,24 @@ fn announce(ready: &Ready) {
         "drover: {} {} is listening on {}, key {}",
         ready.duty, ready.name, ready.listening, ready.key
     ));
-    if out::is_readable_by_others() {
-        out::note(
-            "drover: no ticket is printed: stdout is a file that other users can read; `drover ticket` makes one",
-        );
+    let Some(ShownTicket {
+        ticket,
+        expires_unix,
+    }) = &ready.ticket
+    else {
+        if out::is_readable_by_others() {
+            out::note(
+                "drover: no ticket is printed: stdout is a file that other users can read; `drover ticket` makes one",
+            );
+        }
         return;
-    }
+    };
     out::note(&format!(
-        "drover: the ticket is valid once, for 24 hours; to use it at another site: drover pair --name {}",
+        "drover: the ticket is valid once, until {} UTC; to use it at another site: drover pair --name {}",
+        moment(*expires_unix),
         ready.name
     ));
-    if let Err(e) = out::line(&ready.ticket.to_string()) {
+    if let Err(e) = out::line(&ticket.to_string()) {
         tracing::warn!("cannot print the ticket: {e}; `drover ticket` prints a new one");
     }
 }

@@ -1,8 +1,12 @@
 //! Pairing, tickets and trust.
 
+use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
+
+use drover_net::Ticket;
 use serde_json::{Value, json};
 
-use crate::world::World;
+use crate::world::{World, signal, until, wait};
 
 #[test]
 fn pairing_is_mutual_and_a_ticket_is_good_once() {
@@ -290,4 +294,60 @@ fn tickets_are_listed_and_revoked() {
     assert_eq!((&used["state"], &used["used_by"]), (&"used".into(), peer));
     let said = world.run("far", &["ticket", "--revoke", used["id"].as_str().unwrap()]);
     assert!(said.ok().out.contains("drover peers forget"));
+}
+
+#[test]
+fn a_site_that_restarts_shows_the_ticket_that_is_still_good() {
+    let world = World::new();
+    let run = |home: &str, args: &[&str]| world.run(home, args);
+    let valid = || {
+        let listed = run("far", &["ticket", "--list", "--json"]).ok().json();
+        let valid = listed.iter().filter(|t| t["state"] == "valid");
+        Vec::from_iter(valid.map(|t| t["id"].as_str().unwrap().to_owned()))
+    };
+    let secret = |ticket: &str| ticket.parse::<Ticket>().unwrap().secret;
+    let start = || {
+        let far = world.serve("far", &[]);
+        let ticket = far.ticket.clone();
+        (far, ticket)
+    };
+    let (far, first) = start();
+    let kept = world.path("far/serve.ticket");
+    let mode = std::fs::metadata(&kept).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    far.stop();
+    // It listens on another port now, which the ticket names.
+    let (far, second) = start();
+    assert_eq!(secret(&first), secret(&second));
+    assert_eq!(valid().len(), 1);
+    run("near", &["pair", &second, "--name", "far"]).ok();
+    far.stop();
+    // Used, revoked, damaged, or of another kind: a new one.
+    let (far, third) = start();
+    assert_ne!(secret(&second), secret(&third));
+    run("far", &["ticket", "--revoke", &valid()[0]]).ok();
+    far.stop();
+    let (far, fourth) = start();
+    assert_ne!(secret(&third), secret(&fourth));
+    far.stop();
+    std::fs::write(&kept, "drover1x").unwrap();
+    let (far, fifth) = start();
+    assert_ne!(secret(&fourth), secret(&fifth));
+    far.stop();
+    let teleporter = world.process("far", &["teleporter", "--listen", "127.0.0.1:0"]);
+    assert_ne!(secret(&fifth), secret(&teleporter.ticket));
+    teleporter.stop();
+
+    // Where nobody sees it, none is made.
+    let before = valid();
+    let mut far = world
+        .drover("far", &["serve", "--listen", "127.0.0.1:0"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    until("it runs", || run("far", &["status"]).code == Some(0));
+    signal(far.id(), "TERM");
+    wait(&mut far);
+    assert_eq!(valid(), before);
 }

@@ -131,6 +131,15 @@ impl SiteCatalog {
         Ok(tickets)
     }
 
+    /// The ticket with this secret, if this site made it and it is not too old.
+    ///
+    /// # Errors
+    /// When the database cannot be read.
+    pub fn ticket(&self, secret: &[u8; 16]) -> Result<Option<TicketInfo>> {
+        let found = self.read("finding a ticket", |c| TicketRow::get(c, &hidden(secret)))?;
+        Ok(found.map(TicketInfo::from))
+    }
+
     /// Removes the ticket whose identifier begins with `id`, and returns it; `None` when there is none. A peer that has
     /// used it stays.
     ///
