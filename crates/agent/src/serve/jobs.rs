@@ -59,7 +59,9 @@ pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
     loop {
         tokio::select! {
             out = &mut work => return out,
-            () = stopped(&mut stop) => bail!("the site is stopping"),
+            () = stopped(&mut stop) => {
+                bail!("it was ended: the site stops, or the right to it was taken away");
+            }
             _ = ticks.tick() => {
                 let (done, total) = (seen.0.load(Relaxed), seen.1.load(Relaxed));
                 exchange.report(&Progress { done, total }).await?;

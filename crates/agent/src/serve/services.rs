@@ -53,7 +53,9 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
         "{} is a site, not a teleporter; run `drover teleporter` there",
         server.name
     );
-    services.handle::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));
+    let no_teleporter = Refusal::new(Code::Denied, text);
+    services.refuse::<BeginMatching>(no_teleporter.clone());
+    services.refuse::<BeginMatchingFor>(no_teleporter);
     let sessions = Conversation::<of_teleport::OpenSession, _>::new(server, |domain| {
         Sessions(Arc::clone(&domain.site))
     });

@@ -13,6 +13,7 @@ mod sharing;
 use std::fs;
 use std::time::Duration;
 
+use drover_agent::domains::{AddDomain, MoveImage, RemoveDomain};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
@@ -22,8 +23,8 @@ use drover_net::{
     Ticket, connect_any, decode, greet, greet_as,
 };
 use drover_teleport::services::{
-    BeginMatching, IndexImage, JoinSession, ListImages, ListTransfers, OpenSession, RemoveImage,
-    RemoveTransfer, VerifyImage,
+    BeginMatching, BeginMatchingFor, IndexImage, JoinSession, ListImages, ListTransfers,
+    OpenSession, RemoveImage, RemoveTransfer, ShareImage, VerifyImage,
 };
 
 use crate::world::{Site, World};
@@ -125,10 +126,28 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             earlier,
         }),
         encode_call(&order),
+        encode_call(&ShareImage {
+            name: of(),
+            with: "web".into(),
+            share: true,
+        }),
         b"\x07nothing".to_vec(),
     ];
     let at_home = [
         encode_call(&BeginMatching),
+        encode_call(&BeginMatchingFor {
+            domain: "acme".into(),
+        }),
+        encode_call(&AddDomain {
+            name: "acme".into(),
+        }),
+        encode_call(&RemoveDomain {
+            name: "acme".into(),
+        }),
+        encode_call(&MoveImage {
+            name: of(),
+            to: "acme".into(),
+        }),
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
         encode_call(&IndexImage { path }),
@@ -137,6 +156,48 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
     ];
     let calls = at_peers.into_iter().map(|call| (call, false));
     calls.chain(at_home.map(|call| (call, true))).collect()
+}
+
+/// Every service of a site is in the list, except those that have tests of their own.
+#[test]
+fn the_list_of_calls_is_whole() {
+    let page = include_str!("../../../../docs/format/services.md");
+    let of_sites = page.split("The mount daemon has").next().unwrap();
+    let rows = of_sites.lines().filter_map(|line| line.strip_prefix("| `"));
+    let mut ids: Vec<&str> = rows.filter_map(|row| row.split('`').next()).collect();
+    ids.retain(|id| !["site.pair", "mount.open"].contains(id));
+    let calls = every_call();
+    let mut called: Vec<&str> = calls
+        .iter()
+        .map(|(call, _)| service::decode_call(call).unwrap().0)
+        .filter(|id| *id != "nothing")
+        .collect();
+    ids.sort_unstable();
+    called.sort_unstable();
+    assert_eq!(called, ids);
+}
+
+#[test]
+fn a_site_is_no_teleporter_whatever_rights_one_has() {
+    let world = World::new();
+    let site = world.serve("far", &[]);
+    run(async {
+        let peer = Client::new(&site);
+        peer.pair("web", vec![]).await.unwrap();
+        let domain = "acme".into();
+        for call in [
+            encode_call(&BeginMatching),
+            encode_call(&BeginMatchingFor { domain }),
+        ] {
+            let refusal = peer.refused(&call).await;
+            assert_eq!(refusal.code, Code::Denied);
+            let text = refusal.message;
+            assert!(
+                text.contains("not a teleporter") && !text.contains("--can"),
+                "{text}"
+            );
+        }
+    });
 }
 
 #[test]

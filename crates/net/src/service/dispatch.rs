@@ -252,6 +252,7 @@ impl<R: Request, H: Handler<R>> Service for HandlerService<R, H> {
 /// The services of a process, by their ids.
 pub struct Services {
     by_id: BTreeMap<&'static str, Arc<dyn Service>>,
+    refused: BTreeMap<&'static str, Refusal>,
     unknown: Refusal,
 }
 
@@ -261,6 +262,7 @@ impl Services {
     pub fn new(unknown: Refusal) -> Self {
         Services {
             by_id: BTreeMap::new(),
+            refused: BTreeMap::new(),
             unknown,
         }
     }
@@ -275,6 +277,11 @@ impl Services {
         self.add(HandlerService(handler, PhantomData));
     }
 
+    /// Refuses a request that a process of this kind never serves, whatever rights the caller has.
+    pub fn refuse<R: Request>(&mut self, why: Refusal) {
+        self.refused.insert(R::SERVICE, why);
+    }
+
     /// The right that the service of that id requires; none when there is no such service.
     #[must_use]
     pub fn right(&self, id: &str) -> Option<Right> {
@@ -287,7 +294,8 @@ impl Services {
     /// What ended the conversation before its time.
     pub async fn serve(&self, peer: Peer, call: IncomingCall) -> Result<(), BoxError> {
         let Some(service) = self.by_id.get(call.service.as_str()) else {
-            return Ok(call.refuse(&self.unknown).await?);
+            let why = self.refused.get(call.service.as_str());
+            return Ok(call.refuse(why.unwrap_or(&self.unknown)).await?);
         };
         let right = service.right();
         if !peer.rights.has(right) {
