@@ -7,7 +7,7 @@ use drover_core::is_disk_full;
 use drover_image::ImageError;
 use drover_index::IndexError;
 use drover_net::{Code, NetError, Refusal};
-use drover_store::StoreError;
+use drover_store::{CatalogError, StoreError};
 
 /// An error of the teleport layer.
 #[derive(Debug, thiserror::Error)]
@@ -140,6 +140,8 @@ impl TeleportError {
                 format!("the site cannot {doing} a file ({error}): its log says which")
             }
             TeleportError::Image(ImageError::In { source, .. }) => source.to_string(),
+            // What a person is told of the catalog's content.
+            TeleportError::Store(StoreError::Catalog(CatalogError::Conflict(_))) => self.to_string(),
             TeleportError::Index(IndexError::Io { .. })
             | TeleportError::SourceChanged(_)
             | TeleportError::Store(_) => "the site cannot use its files: its log says why".into(),
@@ -203,7 +205,7 @@ mod tests {
         let errors = [
             TeleportError::file("write", &path)(denied()),
             StoreError::file("write", &path)(denied()).into(),
-            StoreError::Catalog(drover_store::CatalogError::Newer {
+            StoreError::Catalog(CatalogError::Newer {
                 path: path.clone(),
                 found: 9,
             })

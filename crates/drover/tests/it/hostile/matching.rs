@@ -54,7 +54,24 @@ fn a_site_leaves_matchers_to_the_others() {
         others.push(begin(&third, "default").await.unwrap());
         let bad = begin(&third, "../../etc").await.unwrap_err();
         assert_eq!(bad.code, Code::Denied);
+        // Whoever is forgotten is cut off.
+        world
+            .run("matcher", &["peers", "forget", "greedy", "--yes"])
+            .ok();
+        for (reader, _) in &mut taken {
+            let end = async { while let Ok(Some(_)) = reader.next().await {} };
+            let ended = tokio::time::timeout(Duration::from_secs(10), end).await;
+            assert!(ended.is_ok(), "it is matched for on");
+        }
+        assert_eq!(
+            begin(&greedy, "d0").await.unwrap_err().code,
+            Code::Untrusted
+        );
         drop(taken);
+        // The room is the others'.
+        for n in 0..8 {
+            others.push(begin(&second, &format!("d{n}")).await.unwrap());
+        }
     });
     let log = teleporter.log();
     assert!(!log.contains("panicked"), "{log}");
