@@ -82,6 +82,8 @@ pub struct Author {
     pub key: PeerKey,
     /// Its name at this site.
     pub name: String,
+    /// The image, as it was when it belonged to the peer.
+    pub image: ImageRecord,
     /// Whether a peer may take so many more bytes for an image of this name.
     pub may_take: Box<MayTake>,
 }
@@ -89,7 +91,8 @@ pub struct Author {
 /// See [`Author::may_take`].
 pub type MayTake = dyn Fn(&PeerKey, &ImageName, u64) -> Result<(), Refusal> + Send;
 
-/// Merges, for the site's own user or for `author`, to whom a new image belongs. `progress` receives bytes done and the total; setting `stop` cancels safely. Blocks the thread.
+/// Merges, for the site's own user or for `author`, to whom a new image belongs. `progress` receives bytes done and the
+/// total; setting `stop` cancels safely. Blocks the thread.
 ///
 /// # Errors
 /// Why the merge failed; unless the error says otherwise, nothing was changed.
@@ -109,6 +112,11 @@ pub fn merge(
         .site
         .by_name(name)
         .ok_or_else(|| Error::no_image(None, name))?;
+    if author.is_some_and(|author| author.image.id != record.id) {
+        return Err(refused(format!(
+            "{name} was replaced meanwhile; nothing was merged"
+        )));
+    }
     let to = check(here, order, &record)?;
     let mut merged = Merged {
         image: name.to_string(),

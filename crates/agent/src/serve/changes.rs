@@ -126,11 +126,12 @@ impl Handler<Order> for OfSite {
         let author = match peer.rights.has(Right::Manage) {
             true => None,
             false => {
-                self.own_record(peer, &order.name).await?;
+                let image = self.own_record(peer, &order.name).await?;
                 let quotas = Arc::clone(&self.domain.quotas);
                 Some(Author {
                     key: peer.key,
                     name: peer.name.clone(),
+                    image,
                     may_take: Box::new(move |key, name, bytes| quotas.take(key, Some(name), bytes)),
                 })
             }
