@@ -63,7 +63,7 @@ pub struct Disk {
 }
 
 enum Kind {
-    /// A local file or directory, outside any site; locked until it is closed.
+    /// A local file or directory, or an NBD server's export, outside any site; locked until it is closed.
     Local(local::Lock),
     /// No cache: every request goes to the site that has the image.
     Direct(Arc<Client>),
@@ -281,9 +281,11 @@ impl Disk {
             ..DiskStatus::default()
         };
         match &self.kind {
-            Kind::Local(_) => {
+            Kind::Local(lock) => {
                 status.local = status.size;
-                status.link = "up".into();
+                status.link = lock
+                    .trouble()
+                    .map_or("up".into(), |error| error.to_string());
             }
             Kind::Direct(client) => fill_traffic(&mut status, client.as_ref()),
             Kind::Managed {

@@ -1,5 +1,5 @@
-//! Local files and directories as disks. Reads and writes go directly to them: there is no overlay, no cache and no
-//! lease; a lock prevents a second mount.
+//! Local files and directories, and exports of NBD servers, as disks. Reads and writes go directly to them: there is no
+//! overlay, no cache and no lease; a lock prevents a second mount of a file or directory.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io;
@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
+use drover_device::backend::nbd::{NbdAddress, NbdDevice, NbdOptions};
 use drover_device::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MAX_CHUNKS};
 use drover_device::builder::Stack;
 use drover_device::remote::Shape;
@@ -35,7 +36,9 @@ const LOCK_LIMIT: Duration = Duration::from_secs(1);
 /// # Errors
 /// When the disk is refused, with the way out.
 pub fn check(home: &Home, disk: &LocalDisk, how: &How) -> Result<()> {
-    let path = real(disk.path());
+    let Some(path) = disk.path().map(real) else {
+        return Ok(());
+    };
     // Once the directory before `..` is created, the path would lead elsewhere.
     if path.components().any(|part| part == Component::ParentDir) {
         return Err(Error::usage(format!(
@@ -122,12 +125,14 @@ fn real(path: &Path) -> PathBuf {
     existing.unwrap_or_else(|| path.to_owned())
 }
 
-/// The lock of a disk against other mounts.
+/// What keeps a disk open, and locks it against other mounts.
 pub enum Lock {
     /// The lock of an open file, shared with its device.
     File(File),
     /// The lock of a directory.
     Directory(Arc<DirectoryDevice>),
+    /// No lock: who may connect is the server's affair.
+    Server(Arc<NbdDevice>),
 }
 
 impl Lock {
@@ -140,6 +145,15 @@ impl Lock {
                 }
             }
             Lock::Directory(device) => device.unlock(),
+            Lock::Server(_) => {}
+        }
+    }
+
+    /// Why the disk can no longer be used, if it cannot.
+    pub fn trouble(&self) -> Option<DeviceError> {
+        match self {
+            Lock::File(_) | Lock::Directory(_) => None,
+            Lock::Server(device) => device.ended(),
         }
     }
 }
@@ -147,7 +161,7 @@ impl Lock {
 /// Opens and locks the disk, until the lock is released or device and lock are dropped.
 ///
 /// # Errors
-/// When the disk does not exist, has another type, size or chunk size, or is already mounted.
+/// When the disk does not exist, has another type, size or chunk size, is already mounted, or its server refuses.
 pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDevice>, Lock)> {
     let (stack, lock) = match disk {
         LocalDisk::File(path) => {
@@ -159,8 +173,34 @@ pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDe
             let device = Arc::new(open_directory(home, disk, path, how)?);
             (Stack::over(device.clone()), Lock::Directory(device))
         }
+        LocalDisk::Nbd(address) => {
+            let device = Arc::new(connect(address, how.read_only)?);
+            let stack = Stack::over(device.clone());
+            let stack = match device.capabilities().alignment {
+                1 => stack,
+                alignment => stack.chunked(alignment.max(4096)),
+            };
+            (stack, Lock::Server(device))
+        }
     };
     Ok((stack.build()?.device, lock))
+}
+
+fn connect(address: &NbdAddress, read_only: bool) -> Result<NbdDevice> {
+    let options = NbdOptions {
+        read_only,
+        ..NbdOptions::default()
+    };
+    let device = NbdDevice::connect(address, &options).map_err(|e| match e.is_transient() {
+        true => Error::msg(e),
+        false => Error::refused(e.to_string()),
+    })?;
+    match device.capabilities().read_only && !read_only {
+        true => Err(Error::refused(format!(
+            "{address}: the server exports it read-only; mount it with --read-only"
+        ))),
+        false => Ok(device),
+    }
 }
 
 /// Repeats `attempt` while it fails because another process holds the lock, for up to [`LOCK_LIMIT`].
@@ -329,7 +369,7 @@ fn shape(size: u64, chunk: u32) -> Result<Shape> {
 fn in_use(home: &Home, disk: &LocalDisk) -> Error {
     let mounts = Place::list(home).unwrap_or_default();
     let holder = mounts.into_iter().find(|(place, record)| {
-        let theirs = |local: &LocalDisk| real(local.path()) == real(disk.path());
+        let theirs = |local: &LocalDisk| local.path().map(real) == disk.path().map(real);
         place.is_kept()
             && record.process != std::process::id()
             && record.process != 0

@@ -18,20 +18,20 @@ use drover_device::synced::CacheContents;
 use drover_storage::{Directory, HostDirectory, atomic_replace, open_private};
 use serde::{Deserialize, Serialize};
 
-use super::target::{Listen, Prefetch, Target};
+use super::target::{Listen, LocalDisk, Prefetch, Target};
 use crate::error::{Context, Error, Result, bail};
 use crate::home::{Home, make_dir};
 
 /// How long another process may hold the lock of a mount just to check it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
-/// The version of `record.json` with images of a domain other than the default one.
+/// The version of `record.json` with images of a domain other than the default one, or exports of NBD servers.
 const VERSION: u32 = 3;
 
-/// The version of records with local disks, but not of such a domain.
+/// The version of records with local files and directories, but neither of those.
 const LOCAL_VERSION: u32 = 2;
 
-/// The version of records with neither, which earlier versions of drover can read.
+/// The version of records with images only, which earlier versions of drover can read.
 const IMAGES_VERSION: u32 = 1;
 
 /// The front end of a mount.
@@ -428,11 +428,15 @@ impl Record {
         before: Option<&Record>,
     ) -> Record {
         Record {
-            version: match &images {
-                images if images.iter().any(|image| image.domain.is_some()) => VERSION,
-                images if images.iter().any(|image| image.local.is_some()) => LOCAL_VERSION,
-                _ => IMAGES_VERSION,
-            },
+            version: images
+                .iter()
+                .map(|image| match (&image.domain, &image.local) {
+                    (Some(_), _) | (_, Some(LocalDisk::Nbd(_))) => VERSION,
+                    (None, Some(LocalDisk::File(_) | LocalDisk::Dir(_))) => LOCAL_VERSION,
+                    (None, None) => IMAGES_VERSION,
+                })
+                .max()
+                .unwrap_or(IMAGES_VERSION),
             name: place.name(),
             images,
             front,

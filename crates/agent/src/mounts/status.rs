@@ -47,7 +47,7 @@ pub enum MountState {
 pub struct DiskStatus {
     /// Its target.
     pub image: String,
-    /// `direct`, `managed`, `own`, `file` or `directory`.
+    /// `direct`, `managed`, `own`, `file`, `directory` or `nbd`.
     pub mode: String,
     /// Whether writes are refused.
     pub read_only: bool,
@@ -69,7 +69,7 @@ pub struct DiskStatus {
     pub seconds_left: Option<f64>,
     /// The last epoch committed at the other site.
     pub epoch: u64,
-    /// `up`, or why the other site is unreachable.
+    /// `up`, or why the other site or the NBD server is unreachable.
     pub link: String,
     /// Bytes of the push in progress.
     pub pushing: u64,

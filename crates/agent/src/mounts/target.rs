@@ -2,20 +2,21 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use drover_core::ImageName;
+use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use serde::{Deserialize, Serialize};
 
-/// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), or a local disk outside any site
-/// (`file:PATH`, `dir:PATH`).
+/// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), a local disk outside any site
+/// (`file:PATH`, `dir:PATH`), or an export of an NBD server (`nbd://...`, `nbd+unix://...`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; `None` for this site.
     pub peer: Option<String>,
-    /// The image's name; for a local disk, the last component of its path.
+    /// The image's name; for a local disk, the last component of its path or of the
+    /// name of the export.
     pub image: String,
     /// The local disk; `None` for an image of a site.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -32,7 +33,7 @@ impl Target {
     }
 }
 
-/// A local disk, served directly: without an overlay, a cache or a lease. The path is absolute.
+/// A local disk, served directly: without an overlay, a cache or a lease. Paths are absolute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LocalDisk {
@@ -40,13 +41,16 @@ pub enum LocalDisk {
     File(PathBuf),
     /// A directory with one file per chunk.
     Dir(PathBuf),
+    /// An export of an NBD server.
+    Nbd(NbdAddress),
 }
 
 impl LocalDisk {
-    /// The file or directory.
-    pub fn path(&self) -> &Path {
+    /// The file or directory; none for an export of a server.
+    pub fn path(&self) -> Option<&Path> {
         match self {
-            LocalDisk::File(path) | LocalDisk::Dir(path) => path,
+            LocalDisk::File(path) | LocalDisk::Dir(path) => Some(path),
+            LocalDisk::Nbd(_) => None,
         }
     }
 
@@ -55,6 +59,7 @@ impl LocalDisk {
         match self {
             LocalDisk::File(_) => "file",
             LocalDisk::Dir(_) => "directory",
+            LocalDisk::Nbd(_) => "nbd",
         }
     }
 }
@@ -64,6 +69,7 @@ impl fmt::Display for LocalDisk {
         match self {
             LocalDisk::File(path) => write!(f, "file:{}", path.display()),
             LocalDisk::Dir(path) => write!(f, "dir:{}", path.display()),
+            LocalDisk::Nbd(address) => address.fmt(f),
         }
     }
 }
@@ -75,14 +81,16 @@ impl FromStr for Target {
         let (peer, image) = match text.split_once(':') {
             Some(("file", path)) => return local(LocalDisk::File, path),
             Some(("dir", path)) => return local(LocalDisk::Dir, path),
+            Some((_, rest)) if rest.starts_with("//") => return nbd(text),
             Some((peer, image)) => {
                 drover_store::peer_name::check(peer)?;
                 (Some(peer.to_owned()), image)
             }
             None => (None, text),
         };
-        ImageName::new(image)
-            .map_err(|e| format!("{e}; expected PEER:IMAGE, IMAGE, file:PATH or dir:PATH"))?;
+        ImageName::new(image).map_err(|e| {
+            format!("{e}; expected PEER:IMAGE, IMAGE, file:PATH, dir:PATH or nbd://HOST/EXPORT")
+        })?;
         Ok(Target {
             peer,
             image: image.to_owned(),
@@ -101,6 +109,26 @@ fn local(kind: fn(PathBuf) -> LocalDisk, path: &str) -> Result<Target, String> {
         peer: None,
         image: name.to_owned(),
         local: Some(kind(path)),
+        domain: None,
+    })
+}
+
+/// A target on an NBD server.
+fn nbd(text: &str) -> Result<Target, String> {
+    let mut address: NbdAddress = text.parse().map_err(|e| format!("{e}"))?;
+    if let NbdSocket::Unix(path) = &mut address.socket {
+        *path = std::path::absolute(&path).map_err(|e| format!("{path:?} is not a path: {e}"))?;
+    }
+    let name = address.export.rsplit('/').next().unwrap_or_default();
+    let image = match name {
+        // An export without a name, or with one that is no file name.
+        "" | "." | ".." => "nbd",
+        name => name,
+    };
+    Ok(Target {
+        peer: None,
+        image: image.to_owned(),
+        local: Some(LocalDisk::Nbd(address)),
         domain: None,
     })
 }
@@ -153,30 +181,17 @@ impl Listen {
 
     /// The NBD URI of an export; `tls` applies to TCP only.
     pub fn uri(&self, export: &str, tls: bool) -> String {
-        let export = escaped(export.as_bytes());
-        match self {
-            Listen::Unix(path) => {
-                let socket = escaped(path.as_os_str().as_bytes());
-                format!("nbd+unix:///{export}?socket={socket}")
-            }
-            Listen::Tcp(address) if tls => format!("nbds://{address}/{export}"),
-            Listen::Tcp(address) => format!("nbd://{address}/{export}"),
+        let socket = match self {
+            Listen::Unix(path) => NbdSocket::Unix(path.clone()),
+            Listen::Tcp(address) => NbdSocket::Tcp(address.ip().to_string(), address.port()),
+        };
+        let export = export.to_owned();
+        let uri = NbdAddress { socket, export }.to_string();
+        match uri.strip_prefix("nbd:") {
+            Some(rest) if tls => format!("nbds:{rest}"),
+            _ => uri,
         }
     }
-}
-
-/// Percent-encodes a name or a path for a URI.
-fn escaped(bytes: &[u8]) -> String {
-    let mut uri = String::new();
-    for byte in bytes {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-                uri.push(char::from(*byte));
-            }
-            _ => uri.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    uri
 }
 
 impl fmt::Display for Listen {
@@ -260,6 +275,38 @@ mod tests {
         let read: Target = serde_json::from_str(old).unwrap();
         assert_eq!(read, "lyon:web.raw".parse().unwrap());
         assert_eq!(serde_json::to_string(&read).unwrap(), old);
+    }
+
+    #[test]
+    fn exports_of_nbd_servers_are_targets() {
+        for (text, image, shown) in [
+            ("nbd://lyon/a/web", "web", "nbd://lyon:10809/a/web"),
+            ("nbd+tcp://lyon:7", "nbd", "nbd://lyon:7/"),
+            (
+                "nbd+unix:///my%20disk?socket=/s",
+                "my disk",
+                "nbd+unix:///my%20disk?socket=/s",
+            ),
+            (
+                "nbd+unix:///..?socket=/s",
+                "nbd",
+                "nbd+unix:///..?socket=/s",
+            ),
+        ] {
+            let target: Target = text.parse().unwrap();
+            assert_eq!((target.image.as_str(), &target.peer), (image, &None));
+            assert_eq!(target.to_string(), shown);
+            let json = serde_json::to_string(&target).unwrap();
+            assert_eq!(serde_json::from_str::<Target>(&json).unwrap(), target);
+        }
+        let relative: Target = "nbd+unix:///?socket=s".parse().unwrap();
+        let path = std::env::current_dir().unwrap().join("s");
+        assert!(relative.to_string().ends_with(path.to_str().unwrap()));
+        for bad in ["nbds://lyon/x", "nbd+unix:///x", "http://lyon/x"] {
+            assert!(bad.parse::<Target>().is_err(), "{bad}");
+        }
+        // A peer may be called nbd.
+        assert!("nbd:web.raw".parse::<Target>().unwrap().local.is_none());
     }
 
     #[test]

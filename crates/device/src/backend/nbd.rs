@@ -122,6 +122,11 @@ impl NbdDevice {
         self.session.contexts.iter().map(|c| c.name.as_str())
     }
 
+    /// What every request fails with, once the connection has ended.
+    pub fn ended(&self) -> Option<DeviceError> {
+        self.calls.ended()
+    }
+
     /// What a metadata context says of a range: contiguous runs from `offset` on, at least one (of a range that is not
     /// empty), ending at or before `offset + length`. One request; may stop early.
     ///

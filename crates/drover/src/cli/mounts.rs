@@ -31,11 +31,13 @@ Examples:
   drover mount lyon:web.qcow2 /mnt/web --read-only --prefetch none
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
+  drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
   drover unmount /mnt/web
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct MountArgs {
-    /// Disk to mount: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
+    /// Disk to mount: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
+    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
@@ -71,7 +73,8 @@ Examples:
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct ExportArgs {
-    /// Disks to export: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
+    /// Disks to export: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
+    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(required = true, value_name = "DISK")]
     pub images: Vec<Target>,
     /// Address to listen on: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
@@ -109,7 +112,8 @@ Examples:
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct AttachArgs {
-    /// Disk to attach: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
+    /// Disk to attach: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
+    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// Kernel driver to use
@@ -269,7 +273,10 @@ impl OptionArgs {
                 "--size cannot be used with {disk}; `truncate -s SIZE {}` makes a file of that size",
                 path.display()
             )),
-            (LocalDisk::File(_), Some(_), _) if local => Err(format!(
+            (LocalDisk::Nbd(_), _, Some(_)) => Err(format!(
+                "--size cannot be used with {disk}, which has the size that its server says"
+            )),
+            (LocalDisk::File(_) | LocalDisk::Nbd(_), Some(_), _) if local => Err(format!(
                 "--chunk cannot be used with {disk}, which has no chunks"
             )),
             (LocalDisk::Dir(_), _, Some(size)) if size == 0 || size % SECTOR != 0 => Err(format!(

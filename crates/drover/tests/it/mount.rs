@@ -13,6 +13,7 @@ mod leases;
 mod links;
 mod local;
 mod metrics;
+mod nbd;
 mod proxy;
 mod random;
 mod replaced;

@@ -229,6 +229,11 @@ impl Calls {
             .map_err(|failure| failure.of(&shared.server, request.command))
     }
 
+    /// Why the connection has ended, if it has.
+    pub fn ended(&self) -> Option<DeviceError> {
+        self.shared.table.lock().ended.clone()
+    }
+
     /// The server's name in errors.
     pub fn server(&self) -> &str {
         &self.shared.server

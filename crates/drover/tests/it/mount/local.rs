@@ -10,32 +10,32 @@ use super::{can_mount, clear_all, text};
 use crate::world::{Ran, World, signal, until};
 
 /// A home without peers.
-struct Alone(World);
+pub struct Alone(World);
 
 impl Alone {
-    fn new() -> Alone {
+    pub fn new() -> Alone {
         let alone = Alone(World::new());
         alone.run(&["init"]).ok();
         alone
     }
 
-    fn run(&self, args: &[&str]) -> Ran {
+    pub fn run(&self, args: &[&str]) -> Ran {
         self.0.run("alone", args)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.0.path(name)
     }
 
     /// Exports a target in the background, on the socket of this name.
-    fn export(&self, target: &str, socket: &str, options: &[&str]) -> Ran {
+    pub fn export(&self, target: &str, socket: &str, options: &[&str]) -> Ran {
         let listen = format!("unix:{}", self.path(socket).display());
         let mut args = vec!["export", target, "--nbd", &listen, "--background"];
         args.extend(options);
         self.run(&args)
     }
 
-    fn only(&self) -> Value {
+    pub fn only(&self) -> Value {
         let mounts = self.run(&["mounts", "--json"]).ok().json();
         assert_eq!(mounts.len(), 1, "{mounts:?}");
         mounts[0].clone()
@@ -47,7 +47,7 @@ impl Alone {
         until("the mount is dead", || self.only()["state"] == "dead");
     }
 
-    fn raw(&self, name: &str, size: usize) -> Vec<u8> {
+    pub fn raw(&self, name: &str, size: usize) -> Vec<u8> {
         let mut bytes = vec![0; size];
         fastrand::Rng::with_seed(7).fill(&mut bytes);
         fs::write(self.path(name), &bytes).unwrap();

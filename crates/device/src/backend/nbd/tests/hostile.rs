@@ -411,6 +411,8 @@ fn ended(played: &Played, device: &NbdDevice, name: &str, error: &DeviceError) {
         "{name}: {text}"
     );
     assert!(!error.is_transient(), "{name}: {error}");
+    let said = device.ended().map(|error| error.to_string());
+    assert_eq!(said.as_ref(), Some(&text), "{name}");
     let began = Instant::now();
     for result in [
         device.flush(),
