@@ -2,7 +2,7 @@
 //!
 //! Peers are changed by other processes (`drover peers`), and by those that pair, through the catalog. A change of it is
 //! noticed within [`LOOK_EVERY`]; then every call of a peer that lost its right is stopped, as if the site stopped, and
-//! what it has in a domain is taken away ([`Domain::take_away`]). What fails is tried again, and keeps nothing else.
+//! what it has in a domain is taken away (`taken`). What fails is tried again, and keeps nothing else.
 
 use std::sync::Arc;
 use std::time::Duration;
