@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
@@ -19,19 +20,73 @@ use crate::text::bytes;
 /// How long what a peer has taken is known before it is counted again.
 const FRESH: Duration = Duration::from_secs(5);
 
+/// The same when it has taken all: what it frees is noticed soon, and a peer at its quota does not have everything counted
+/// at each of its writes.
+const FRESH_AT_QUOTA: Duration = Duration::from_secs(1);
+
+/// Bytes that changes under way may still take, in all domains: they may be on one disk.
+static UNDER_WAY: AtomicU64 = AtomicU64::new(0);
+
 /// The quotas of peers in one domain of a site.
 pub struct Quotas {
     home: Home,
     images: Arc<SiteCatalog>,
     peers: Arc<SiteCatalog>,
-    left: Mutex<HashMap<PeerKey, Left>>,
+    /// Locked while a peer's bytes are counted, so that no other change of it is allowed meanwhile.
+    accounts: Mutex<HashMap<PeerKey, Arc<Mutex<Account>>>>,
 }
 
-#[derive(Clone, Copy)]
-struct Left {
-    counted: Instant,
+/// What is known of a peer.
+#[derive(Default)]
+struct Account {
+    counted: Option<Instant>,
     /// Its quota, and what is left of it; `None` without one.
-    bytes: Option<(u64, u64)>,
+    quota: Option<(u64, u64)>,
+    /// Bytes that its changes under way may still take.
+    under_way: u64,
+}
+
+impl Account {
+    fn has(&self, more: u64) -> bool {
+        self.quota.is_none_or(|(_, left)| left >= more)
+    }
+
+    fn is_fresh(&self, more: u64) -> bool {
+        let for_how_long = match self.has(more) {
+            true => FRESH,
+            false => FRESH_AT_QUOTA,
+        };
+        self.counted.is_some_and(|at| at.elapsed() < for_how_long)
+    }
+
+    /// Fails unless so much is left.
+    fn check(&self, more: u64) -> Result<(), Refusal> {
+        match self.quota {
+            Some((quota, left)) if left < more => Err(Refusal::new(
+                Code::NoSpace,
+                format!(
+                    "your site may take {} there, and has {} left: {} more are needed",
+                    bytes(quota),
+                    bytes(left),
+                    bytes(more)
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Space for a change of a peer, until it is made.
+struct UnderWay {
+    account: Arc<Mutex<Account>>,
+    bytes: u64,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        UNDER_WAY.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.account.lock().under_way -= self.bytes;
+    }
 }
 
 impl Quotas {
@@ -48,48 +103,68 @@ impl Quotas {
             home: home.clone(),
             images: Arc::clone(images),
             peers,
-            left: Mutex::default(),
+            accounts: Mutex::default(),
         })
     }
 
-    /// Lets a peer take more bytes, or refuses. What it replaces, an image of the name `instead`, does not count. Blocks
-    /// on the disk from time to time.
+    /// Lets a mount of a peer take more bytes, or refuses. What is returned is kept until they are on the disk. Blocks on the
+    /// disk from time to time.
     ///
     /// # Errors
-    /// [`Code::NoSpace`] when its quota is used up.
-    pub fn take(
+    /// [`Code::NoSpace`] when its quota is used up, or the site keeps free what is left.
+    pub fn take(&self, peer: &PeerKey, more: u64) -> Result<impl Send + use<>, Refusal> {
+        let account = self.account(peer);
+        let mut known = account.lock();
+        if !known.is_fresh(more) {
+            self.count(peer, None, &mut known).map_err(failed)?;
+        }
+        known.check(more)?;
+        self.keep_free(more)?;
+        if let Some((_, left)) = &mut known.quota {
+            *left -= more;
+        }
+        known.under_way += more;
+        drop(known);
+        Ok(UnderWay {
+            account,
+            bytes: more,
+        })
+    }
+
+    /// Fails unless a peer may have an image of this name and size, instead of one that it has or is sending. Blocks on the
+    /// disk.
+    ///
+    /// # Errors
+    /// [`Code::NoSpace`] when it has not so much left.
+    pub fn check(&self, peer: &PeerKey, name: &ImageName, size: u64) -> Result<(), Refusal> {
+        let account = self.account(peer);
+        let mut known = account.lock();
+        self.count(peer, Some(name), &mut known).map_err(failed)?;
+        // It was counted without that image.
+        known.counted = None;
+        known.check(size)
+    }
+
+    fn account(&self, peer: &PeerKey) -> Arc<Mutex<Account>> {
+        Arc::clone(self.accounts.lock().entry(*peer).or_default())
+    }
+
+    /// Counts what a peer has taken, without the image `instead`.
+    fn count(
         &self,
-        peer: &PeerKey,
+        key: &PeerKey,
         instead: Option<&ImageName>,
-        more: u64,
-    ) -> Result<(), Refusal> {
-        let known = self.left.lock().get(peer).copied();
-        let known = known.filter(|left| instead.is_none() && left.counted.elapsed() < FRESH);
-        let known = known.filter(|left| left.bytes.is_none_or(|(_, left)| left >= more));
-        let now = match known {
-            Some(known) => known,
-            None => self.count(peer, instead).map_err(failed)?,
-        };
-        let bytes_left = match now.bytes {
+        account: &mut Account,
+    ) -> Result<()> {
+        account.counted = Some(Instant::now());
+        let peer = self.peers.peer_by_key(key)?;
+        account.quota = match peer.and_then(|peer| peer.grant.quota_bytes) {
             None => None,
-            Some((quota, left)) if left >= more => Some((quota, left - more)),
-            Some((quota, left)) => {
-                return Err(Refusal::new(
-                    Code::NoSpace,
-                    format!(
-                        "your site may take {} there, and has {} left: {} more are needed",
-                        bytes(quota),
-                        bytes(left),
-                        bytes(more)
-                    ),
-                ));
+            Some(quota) => {
+                let taken = self.taken(key, instead)?.saturating_add(account.under_way);
+                Some((quota, quota.saturating_sub(taken)))
             }
         };
-        let left = Left {
-            bytes: bytes_left,
-            ..now
-        };
-        self.left.lock().insert(*peer, left);
         Ok(())
     }
 
@@ -99,50 +174,48 @@ impl Quotas {
         peer.map_or_else(|| key.short(), |peer| peer.name)
     }
 
-    /// Counts what a peer has taken.
-    fn count(&self, key: &PeerKey, instead: Option<&ImageName>) -> Result<Left> {
-        let counted = Instant::now();
-        let peer = self.peers.peer_by_key(key)?;
-        let quota = peer.and_then(|peer| peer.grant.quota_bytes);
-        let Some(quota) = quota else {
-            return Ok(Left {
-                counted,
-                bytes: None,
-            });
-        };
+    /// The bytes that a peer has taken, without the image `instead`.
+    fn taken(&self, key: &PeerKey, instead: Option<&ImageName>) -> Result<u64> {
         let mut images = self.images.images()?;
-        images.retain(|image| Some(&image.name) != instead);
-        let transfers = drover_teleport::unfinished(&self.home.work_dir())?;
+        let mut transfers = drover_teleport::unfinished(&self.home.work_dir())?;
+        if let Some(instead) = instead {
+            images.retain(|image| image.name != *instead);
+            transfers.retain(|transfer| transfer.name != instead.as_str());
+        }
         let taken = taken(&self.home, &images, &transfers)?;
-        let taken = taken.get(key).copied().unwrap_or_default();
-        Ok(Left {
-            counted,
-            bytes: Some((quota, quota.saturating_sub(taken))),
-        })
+        Ok(taken.get(key).copied().unwrap_or_default())
     }
 
-    /// Fails if so many more bytes would not leave free what the site keeps free.
-    ///
-    /// # Errors
-    /// [`Code::NoSpace`].
-    pub fn keep_free(&self, more: u64) -> Result<(), Refusal> {
-        let Ok(fs) = statvfs(self.home.dir()) else {
-            return Ok(());
+    /// Takes more bytes of the disk, unless that would not leave free what the site keeps free.
+    fn keep_free(&self, more: u64) -> Result<(), Refusal> {
+        // Read first: what is made meanwhile counts twice rather than not at all.
+        let before = UNDER_WAY.load(Ordering::Acquire);
+        let free = statvfs(self.home.dir()).map_or(u64::MAX, |fs| {
+            let keep = site::reserve_bytes(&self.home);
+            let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+            free.saturating_sub(keep)
+        });
+        let fits = |now: u64| {
+            let taken = now.max(before).checked_add(more)?;
+            (taken <= free).then(|| now + more)
         };
-        let free = fs.f_bavail.saturating_mul(fs.f_frsize);
-        let keep = site::reserve_bytes(&self.home);
-        match free.saturating_sub(keep) >= more {
-            true => Ok(()),
-            false => Err(Refusal::new(
+        match UNDER_WAY.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Refusal::new(
                 Code::NoSpace,
-                format!("the site has {} left, which it keeps free", bytes(free)),
+                format!(
+                    "the site has {} left beside what it keeps free: {} more are needed",
+                    bytes(free),
+                    bytes(more)
+                ),
             )),
         }
     }
 }
 
 /// What each peer has taken in the domain of this home, in bytes: images that it owns, unfinished transfers, and what its
-/// mounts have written.
+/// mounts have written. A transfer counts as what it may become, for its sender and for the owner of the image that it will
+/// replace.
 ///
 /// # Errors
 /// When the changes by mounts cannot be listed.
@@ -151,14 +224,22 @@ pub fn taken(
     images: &[ImageRecord],
     transfers: &[Unfinished],
 ) -> Result<HashMap<PeerKey, u64>> {
+    let owned = images.iter().filter_map(|i| Some((i, i.owner?)));
+    let owners: HashMap<_, _> = owned.map(|(i, owner)| (i.name.as_str(), owner)).collect();
     let images = images.iter().map(|image| (image.owner, image.data_bytes));
-    let transfers = transfers.iter().map(|t| (Some(t.sender), t.room_bytes));
+    let transfers = transfers.iter().flat_map(|t| {
+        let owner = owners.get(&*t.name).copied();
+        let owner = owner.filter(|owner| *owner != t.sender);
+        let bytes = t.room_bytes.max(t.total_bytes);
+        [(Some(t.sender), bytes), (owner, bytes)]
+    });
     let written = changes::rooms(&home.mounted_dir())?.into_iter();
     let written = written.map(|(writer, room)| (writer.map(|by| PeerKey(by.peer)), room));
-    let mut taken = HashMap::new();
+    let mut taken: HashMap<_, u64> = HashMap::new();
     for (peer, bytes) in images.chain(transfers).chain(written) {
         if let Some(peer) = peer {
-            *taken.entry(peer).or_default() += bytes;
+            let sum = taken.entry(peer).or_default();
+            *sum = sum.saturating_add(bytes);
         }
     }
     Ok(taken)
@@ -166,21 +247,25 @@ pub fn taken(
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use drover_net::Rights;
     use drover_store::{Grant, Peer};
 
     use super::*;
 
-    #[test]
-    fn a_peer_takes_what_it_may_and_no_more() {
+    const KEYS: [PeerKey; 2] = [PeerKey([1; 32]), PeerKey([2; 32])];
+
+    /// A home with two peers, of which the first has this quota.
+    fn with_peers(quota: u64) -> (tempfile::TempDir, Home, Quotas) {
         let tmp = tempfile::tempdir().unwrap();
+        fs::write(tmp.path().join("config.toml"), "reserve = \"4KiB\"\n").unwrap();
         let home = Home::create(tmp.path().into()).unwrap();
         let catalog = Arc::new(site::open_catalog(&home).unwrap());
-        let key = |n| PeerKey([n; 32]);
-        for (n, quota_bytes) in [(1, Some(1000)), (2, None)] {
+        for (n, quota_bytes) in [(0, Some(quota)), (1, None)] {
             let peer = Peer {
                 name: format!("p{n}"),
-                key: key(n),
+                key: KEYS[n],
                 addresses: Vec::new(),
                 paired_unix: 0,
                 grant: Grant {
@@ -191,15 +276,60 @@ mod tests {
             catalog.put_peer(&peer).unwrap();
         }
         let quotas = Quotas::new(&home, &catalog).unwrap();
-        quotas.take(&key(1), None, 600).unwrap();
-        quotas.take(&key(1), None, 400).unwrap();
-        quotas.take(&key(2), None, u64::MAX).unwrap();
-        // Nothing of it is on the disk: it is counted again before it is refused.
-        quotas.take(&key(1), None, 1000).unwrap();
-        let refusal = quotas.take(&key(1), None, 1001).unwrap_err();
+        (tmp, home, quotas)
+    }
+
+    fn refused<T>(result: Result<T, Refusal>) -> Refusal {
+        let refusal = result.err().expect("it was allowed");
         assert_eq!(refusal.code, Code::NoSpace, "{refusal}");
-        quotas.keep_free(0).unwrap();
-        let refusal = quotas.keep_free(u64::MAX).unwrap_err();
-        assert_eq!(refusal.code, Code::NoSpace);
+        refusal
+    }
+
+    #[test]
+    fn a_peer_takes_what_it_may_and_no_more() {
+        let (_tmp, _home, quotas) = with_peers(1000);
+        let [key, other] = &KEYS;
+        let first = quotas.take(key, 600).unwrap();
+        let second = quotas.take(key, 400).unwrap();
+        // None of it is on the disk yet.
+        let refusal = refused(quotas.take(key, 1));
+        assert!(refusal.message.contains("has 0 B left"), "{refusal}");
+        let name = ImageName::new("a.img").unwrap();
+        refused(quotas.check(key, &name, 1));
+        drop(first);
+        // Counted anew for an image, and for a write after that.
+        quotas.check(key, &name, 600).unwrap();
+        refused(quotas.check(key, &name, 601));
+        drop(quotas.take(key, 600).unwrap());
+        drop(second);
+        quotas.check(other, &name, u64::MAX).unwrap();
+        drop(quotas.take(other, 1 << 20).unwrap());
+    }
+
+    #[test]
+    fn a_refusal_is_not_counted_anew_at_each_write() {
+        let (_tmp, _home, quotas) = with_peers(1000);
+        refused(quotas.take(&KEYS[0], 1001));
+        let counted = || quotas.account(&KEYS[0]).lock().counted;
+        let first = counted();
+        refused(quotas.take(&KEYS[0], 1001));
+        assert_eq!(counted(), first);
+        let since = |ago| quotas.account(&KEYS[0]).lock().counted = Instant::now().checked_sub(ago);
+        since(FRESH_AT_QUOTA);
+        refused(quotas.take(&KEYS[0], 1001));
+        assert!(counted() > first);
+    }
+
+    #[test]
+    fn what_is_kept_free_is_not_promised_twice() {
+        let (_tmp, home, quotas) = with_peers(u64::MAX);
+        let fs = statvfs(home.dir()).unwrap();
+        let free = fs.f_bavail * fs.f_frsize;
+        refused(quotas.take(&KEYS[1], u64::MAX));
+        // Other processes use the disk, too.
+        let most = quotas.take(&KEYS[0], free / 4 * 3).unwrap();
+        refused(quotas.take(&KEYS[1], free / 2));
+        drop(most);
+        drop(quotas.take(&KEYS[1], free / 2).unwrap());
     }
 }

@@ -13,7 +13,7 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
-use drover_mount::server::{Base, Config, Images, Server};
+use drover_mount::server::{Base, Config, Images, Room, Server};
 use drover_net::service::IncomingCall;
 use drover_net::{ConnectOptions, Identity, Listener, Peer, PeerKey, Refusal, Rights, connect};
 use drover_store::lease::Access;
@@ -27,8 +27,8 @@ impl Images for Noise {
         Ok(())
     }
 
-    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-        Ok(())
+    fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+        Ok(Box::new(()))
     }
 
     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {

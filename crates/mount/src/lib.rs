@@ -13,7 +13,7 @@
 //! use drover_device::backend::MemoryDevice;
 //! use drover_mount::client::{Client, Connecting, Connector, Options};
 //! use drover_mount::direct::RemoteDevice;
-//! use drover_mount::server::{Base, Config, Images, Server};
+//! use drover_mount::server::{Base, Config, Images, Room, Server};
 //! use drover_net::service::IncomingCall;
 //! use drover_net::{Connection, Identity, Peer, PeerKey, Refusal, Rights};
 //! use drover_store::lease::Access;
@@ -26,8 +26,8 @@
 //!         Ok(())
 //!     }
 //!
-//!     fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-//!         Ok(())
+//!     fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+//!         Ok(Box::new(()))
 //!     }
 //!
 //!     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {

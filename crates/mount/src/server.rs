@@ -37,7 +37,7 @@ use crate::protocol::{
 
 pub use changes::{Claim, View};
 pub use counters::MountCounts;
-pub use image::{Base, Happened, Images, WhyBroken};
+pub use image::{Base, Happened, Images, Room, WhyBroken};
 pub use leases::{Leased, lease_on_disk};
 
 use blocking::blocking;

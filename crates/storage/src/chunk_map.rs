@@ -253,6 +253,12 @@ impl<V: ChunkValue> ChunkMap<V> {
         self.changed.insert(start, end);
     }
 
+    /// Number of runs that [`ChunkMap::take_changed`] would take, at least.
+    #[must_use]
+    pub fn changed_runs(&self) -> usize {
+        self.changed.len()
+    }
+
     /// Takes the changed runs, with their current values.
     pub fn take_changed(&mut self) -> Vec<Record> {
         let changed = std::mem::take(&mut self.changed).into_iter();

@@ -213,3 +213,55 @@ fn written(directory: &Path) -> Option<i64> {
     let since = when.duration_since(UNIX_EPOCH).ok()?;
     i64::try_from(since.as_secs()).ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use drover_net::{Peer, PeerKey, Rights};
+
+    use super::*;
+    use crate::lease::{Access, MountId, Who};
+
+    #[test]
+    fn what_nobody_flushed_is_taken_too() {
+        let state = tempfile::tempdir().unwrap();
+        let key = PeerKey([1; 32]);
+        let written = |name: &str, peer: PeerKey| {
+            let name = ImageName::new(name).unwrap();
+            let directory = directory(state.path(), &name);
+            fs::create_dir_all(&directory).unwrap();
+            let who = Who {
+                peer: Peer {
+                    key: peer,
+                    name: "lyon".into(),
+                    rights: Rights::DEFAULT.of_peer(),
+                    domain: "default".into(),
+                },
+                mount: MountId([1; 16]),
+                link: 1,
+                note: String::new(),
+            };
+            let mut leases = LeaseTable::open(name, directory.clone()).unwrap();
+            let entered = leases.enter(&who, Access::ReadWrite, Duration::ZERO, &|_| false);
+            entered.unwrap();
+            leases.close(peer, who.mount, 1).unwrap();
+            // Of no changes, as far as can be read.
+            fs::write(directory.join("states"), "").unwrap();
+            fs::write(directory.join("data"), vec![1; 100_000]).unwrap();
+            fs::write(directory.join("epoch-1"), vec![1; 50_000]).unwrap();
+            directory
+        };
+        let mine = written("a.img", key);
+        written("b.img", PeerKey([2; 32]));
+        let taken = || {
+            let rooms = rooms(state.path()).unwrap().into_iter();
+            let mine = rooms.filter(|(by, _)| by.as_ref().is_some_and(|by| by.peer == key.0));
+            mine.map(|(_, room)| room).sum::<u64>()
+        };
+        assert_eq!(taken(), room(&mine));
+        assert!(taken() >= 150_000);
+        set_aside(&mine, &ImageName::new("a.img").unwrap()).unwrap();
+        assert!(taken() >= 150_000, "what was set aside");
+    }
+}

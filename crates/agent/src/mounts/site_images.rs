@@ -9,7 +9,7 @@ use drover_device::backend::ImageDevice;
 use drover_image::{ImageError, Known, Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::protocol::Open;
-use drover_mount::server::{Base, Config, Happened, Images, Server, WhyBroken};
+use drover_mount::server::{Base, Config, Happened, Images, Room, Server, WhyBroken};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
 use drover_store::lease::Access;
@@ -31,10 +31,22 @@ const THREADS: usize = 4;
 /// # Errors
 /// When its threads cannot be started.
 pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server>> {
+    limited_server(home, catalog, &Arc::new(Quotas::new(home, catalog)?))
+}
+
+/// The same with quotas that other parts of the site share.
+///
+/// # Errors
+/// As [`site_server`]'s.
+pub fn limited_server(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    quotas: &Arc<Quotas>,
+) -> Result<Arc<Server>> {
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
             catalog: Arc::clone(catalog),
-            quotas: Quotas::new(home, catalog)?,
+            quotas: Arc::clone(quotas),
             own: home.identity()?.key(),
             images: home.images_dir(),
             site: home.name(),
@@ -49,7 +61,7 @@ pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server
 /// The images of a catalog.
 struct SiteImages {
     catalog: Arc<SiteCatalog>,
-    quotas: Quotas,
+    quotas: Arc<Quotas>,
     /// This site's key.
     own: PeerKey,
     /// The directory for delivered images.
@@ -158,20 +170,18 @@ impl Images for SiteImages {
         })
     }
 
-    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal> {
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<Room, Refusal> {
         // The site's own user decides about its disks.
         if *peer == self.own {
-            return Ok(());
+            return Ok(Box::new(()));
         }
-        let taken = self.quotas.keep_free(bytes);
-        taken
-            .and_then(|()| self.quotas.take(peer, None, bytes))
-            .inspect_err(|refusal| {
-                let record = Record::refused(Open::SERVICE, refusal, None)
-                    .by_peer(&self.quotas.name_of(peer), *peer)
-                    .in_domain(&self.domain);
-                self.audit.write_limited(record);
-            })
+        let taken = self.quotas.take(peer, bytes).inspect_err(|refusal| {
+            let record = Record::refused(Open::SERVICE, refusal, None)
+                .by_peer(&self.quotas.name_of(peer), *peer)
+                .in_domain(&self.domain);
+            self.audit.write_limited(record);
+        })?;
+        Ok(Box::new(taken))
     }
 
     fn happened(&self, name: &ImageName, what: &Happened) {

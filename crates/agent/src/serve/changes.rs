@@ -132,7 +132,7 @@ impl Handler<Order> for OfSite {
                     key: peer.key,
                     name: peer.name.clone(),
                     image,
-                    may_take: Box::new(move |key, name, bytes| quotas.take(key, Some(name), bytes)),
+                    may_take: Box::new(move |key, name, bytes| quotas.check(key, name, bytes)),
                 })
             }
         };

@@ -19,7 +19,7 @@ use super::recovery::Recovery;
 use crate::changes::Here;
 use crate::error::{Error, Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
-use crate::mounts::{leased_on_disk, site_server, why_held};
+use crate::mounts::{leased_on_disk, limited_server, why_held};
 use crate::quota::Quotas;
 use crate::site;
 
@@ -58,8 +58,8 @@ impl Domain {
     ) -> Result<Arc<Domain>> {
         let (its, images) = (home.clone(), Arc::clone(&catalog));
         let parts = move || {
-            let quotas = Quotas::new(&its, &images)?;
-            Ok::<_, Error>((site_server(&its, &images)?, Arc::new(quotas)))
+            let quotas = Arc::new(Quotas::new(&its, &images)?);
+            Ok::<_, Error>((limited_server(&its, &images, &quotas)?, quotas))
         };
         let (devices, quotas) = tokio::task::spawn_blocking(parts).await??;
         // Last, because it begins work in the background.
@@ -67,7 +67,7 @@ impl Domain {
         hold_leased(&site, &devices, &home);
         let limit = Arc::clone(&quotas);
         site.limit_by(Arc::new(move |peer, name, bytes| {
-            limit.take(peer, Some(name), bytes)
+            limit.check(peer, name, bytes)
         }));
         Ok(Arc::new(Domain {
             home,

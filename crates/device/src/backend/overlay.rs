@@ -40,6 +40,7 @@ mod open;
 mod ranges;
 mod redo;
 mod saving;
+mod space;
 mod states;
 
 pub use aside::{Summary, discard, forget_discarded, summary, was_discarded};
@@ -148,7 +149,7 @@ struct Saving {
 }
 
 impl Overlay {
-    /// The last committed epoch. It also grows by one with each flush of plain changes, and on reopening after plain
+    /// The last committed epoch. It also grows by one with each flush of plain changes (one that is not asked for after very many of them), and on reopening after plain
     /// changes that were not flushed: an unchanged epoch means unchanged contents.
     #[must_use]
     pub fn committed(&self) -> Epoch {

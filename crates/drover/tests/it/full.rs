@@ -13,14 +13,14 @@ use crate::world::{Ran, World, until};
 const RESERVE: u64 = 8 << 20;
 
 /// A world whose home `far` is on its own small file system, unmounted at the end.
-struct Small {
-    world: World,
-    home: PathBuf,
+pub struct Small {
+    pub world: World,
+    pub home: PathBuf,
 }
 
 impl Small {
     /// `None`, with a message, where no file system can be mounted.
-    fn new(test: &str) -> Option<Small> {
+    pub fn new(test: &str) -> Option<Small> {
         if !can_mount(test) {
             return None;
         }
@@ -54,7 +54,7 @@ impl Small {
         assert!((&junk).write(&[1; 1 << 12]).is_err(), "there is room left");
     }
 
-    fn run(&self, args: &[&str]) -> Ran {
+    pub fn run(&self, args: &[&str]) -> Ran {
         self.world.run("far", args)
     }
 
@@ -97,7 +97,7 @@ impl Drop for Small {
 }
 
 /// An image with space to write to, outside of the small file system.
-fn large(world: &World, name: &str) -> PathBuf {
+pub fn large(world: &World, name: &str) -> PathBuf {
     let path = world.image(name, 5, 10);
     File::options()
         .write(true)

@@ -1,5 +1,6 @@
 //! An image as the site serves it.
 
+use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -20,6 +21,10 @@ use crate::protocol::{MAX_RUNS, refusal_of};
 
 /// How long a lease request waits for a commit, holding a thread, before the mount is told to retry.
 const LEASE_WAIT: Duration = Duration::from_secs(5);
+
+/// Space that a change may take, from when it was asked for until it is made: then the disk shows what it took, and this is
+/// dropped.
+pub type Room = Box<dyn Any + Send>;
 
 /// The source of the site's images.
 pub trait Images: Send + Sync {
@@ -45,12 +50,12 @@ pub trait Images: Send + Sync {
     /// [`Refusal`].
     fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal>;
 
-    /// Checks that a peer may take so many more bytes of the site's disks. Called before every write, on a thread that
-    /// may block for a moment.
+    /// Checks that a peer may take so many more bytes of the site's disks. Called before every change that takes any, on
+    /// a thread that may block for a moment.
     ///
     /// # Errors
     /// [`Code::NoSpace`].
-    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal>;
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<Room, Refusal>;
 
     /// Told what has happened to an image. Called like [`Images::open`].
     fn happened(&self, name: &ImageName, what: &Happened) {
@@ -419,25 +424,36 @@ impl Image {
         self.overlay.get().map_or(0, |device| device.committed().0)
     }
 
-    /// Checks that a peer may take so many more bytes.
-    pub fn room(&self, peer: &PeerKey, bytes: u64) -> Result<(), Refusal> {
-        self.images.room(peer, bytes)
-    }
-
-    /// Stages part of the next epoch.
+    /// Asks for the space that a peer's change takes, which is to be kept until the change is made.
     ///
     /// # Errors
-    /// Another epoch than the next, or a disk error.
-    pub fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
-        let staged = self.next(epoch)?.stage(Epoch(epoch), changes);
-        staged.map_err(refuse)
+    /// [`Code::NoSpace`].
+    pub fn room(
+        &self,
+        peer: &PeerKey,
+        takes: impl FnOnce(&Overlay) -> u64,
+    ) -> Result<Option<Room>, Refusal> {
+        let bytes = self.overlay.get().map_or(0, takes);
+        let room = (bytes > 0).then(|| self.images.room(peer, bytes));
+        room.transpose()
+    }
+
+    /// Stages part of a peer's next epoch.
+    ///
+    /// # Errors
+    /// Another epoch than the next, no space, or a disk error.
+    pub fn stage(&self, peer: &PeerKey, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
+        let overlay = self.next(epoch)?;
+        let _room = self.room(peer, |_| Overlay::space_to_stage(changes))?;
+        overlay.stage(Epoch(epoch), changes).map_err(refuse)
     }
 
     /// Commits the next epoch of a mount if it covers this many bytes; to be followed by [`Image::settle_aside`]. An
     /// epoch that is committed already is not an error: its reply may have been lost.
     ///
     /// # Errors
-    /// The mount's lease has ended, it is another epoch than the next or incomplete, or a disk error.
+    /// The mount's lease has ended, it is another epoch than the next or incomplete, there is no space for the copy, or a
+    /// disk error.
     pub fn commit(
         &self,
         epoch: u64,
@@ -459,7 +475,9 @@ impl Image {
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
         }
-        let sealed = self.next(epoch)?.seal(Epoch(epoch), covers);
+        let overlay = self.next(epoch)?;
+        let _room = self.room(&peer, |overlay| overlay.space_to_commit(Epoch(epoch)))?;
+        let sealed = overlay.seal(Epoch(epoch), covers);
         sealed.map_err(|error| match error {
             OverlayError::NotWhole { .. } | OverlayError::NothingStaged(_) => {
                 Refusal::new(Code::OutOfOrder, error.to_string())
@@ -580,8 +598,8 @@ mod tests {
             Ok(())
         }
 
-        fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-            Ok(())
+        fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+            Ok(Box::new(()))
         }
 
         fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
@@ -614,22 +632,22 @@ mod tests {
             entered.unwrap();
             image.begin_link().unwrap();
         };
+        let peer = |n| PeerKey([n; 32]);
         let change = |at| [Change::Write(at, vec![9; 4096].into())];
         enter(1);
-        image.stage(5, &change(0)).unwrap();
+        image.stage(&peer(1), 5, &change(0)).unwrap();
         image.break_lease().unwrap();
         enter(2);
-        image.stage(6, &change(0)).unwrap();
+        image.stage(&peer(2), 6, &change(0)).unwrap();
         // The thread that broke the lease has waited until now for the first writer's connections.
         image.abandon_unheld().unwrap();
-        image.stage(6, &change(4096)).unwrap();
-        let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));
-        image.commit(6, 8192, peer, mount).unwrap();
+        image.stage(&peer(2), 6, &change(4096)).unwrap();
+        image.commit(6, 8192, peer(2), MountId([2; 16])).unwrap();
         let mut bytes = [0; 8192];
         image.device().read(0, &mut bytes).unwrap();
         assert!(bytes == [9; 8192], "half an epoch counts");
         // Without a next writer the staged epoch is dropped.
-        image.stage(7, &change(0)).unwrap();
+        image.stage(&peer(2), 7, &change(0)).unwrap();
         image.break_lease().unwrap();
         image.abandon_unheld().unwrap();
         assert_eq!(image.staged(7, 0).0, 0);

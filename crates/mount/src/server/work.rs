@@ -223,20 +223,20 @@ impl Client<'_> {
             return self.image.commit(epoch, covers, peer, mount);
         }
         self.image.check_lease(peer, mount)?;
-        let takes = match *request {
-            // Staged, and copied at the commit.
-            Request::Write { length, .. } => 2 * u64::from(length),
-            Request::DirectWrite { length, .. } => u64::from(length),
+        // Kept until the change is made. What is staged asks by itself.
+        let _room = self.image.room(&peer, |overlay| match *request {
+            Request::DirectWrite { offset, length, .. } => {
+                overlay.space_for_write(offset, length.into())
+            }
             Request::DirectZero {
+                offset,
                 length,
-                keep_allocated: true,
+                keep_allocated,
                 ..
-            } => length,
+            } => overlay.space_for_zeroes(offset, length, keep_allocated),
+            Request::DirectTrim { offset, length, .. } => overlay.space_for_trim(offset, length),
             _ => 0,
-        };
-        if takes > 0 {
-            self.image.room(&peer, takes)?;
-        }
+        })?;
         let mut unpacked = |coding: Coding, length: u32| {
             scratch
                 .unpacker
@@ -260,14 +260,17 @@ impl Client<'_> {
                 ..
             } => {
                 let bytes = Bytes::from(unpacked(coding, length)?);
-                self.image.stage(epoch, &[Change::Write(offset, bytes)])
+                self.image
+                    .stage(&peer, epoch, &[Change::Write(offset, bytes)])
             }
             Request::Zero {
                 epoch,
                 offset,
                 length,
                 ..
-            } => self.image.stage(epoch, &[Change::Zero(offset, length)]),
+            } => self
+                .image
+                .stage(&peer, epoch, &[Change::Zero(offset, length)]),
             Request::DirectWrite {
                 offset,
                 length,

@@ -10,7 +10,7 @@ use drover_core::{
 use drover_device::backend::MemoryDevice;
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::server::{Base, Images, Server};
+use drover_mount::server::{Base, Images, Room, Server};
 use drover_net::{Peer, PeerKey, Refusal};
 use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
@@ -131,8 +131,8 @@ impl Images for Shelf {
         Ok(())
     }
 
-    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-        Ok(())
+    fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+        Ok(Box::new(()))
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {

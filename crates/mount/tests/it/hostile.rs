@@ -1,7 +1,8 @@
-//! Peers that violate the protocol: here malicious sites, in `mounts` malicious mounts, in `turns` those
-//! that ask for what takes long.
+//! Peers that violate the protocol: here malicious sites, in `mounts` malicious mounts, in `space` those
+//! that want more of the disk than there is, in `turns` those that ask for what takes long.
 
 mod mounts;
+mod space;
 mod turns;
 
 use std::sync::Arc;

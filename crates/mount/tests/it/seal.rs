@@ -10,7 +10,7 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::server::{Base, Images, WhyBroken};
+use drover_mount::server::{Base, Images, Room, WhyBroken};
 use drover_net::{Peer, PeerKey, Refusal};
 use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_storage::{HostDirectory, Lock};
@@ -36,8 +36,8 @@ impl Images for Held {
         Ok(())
     }
 
-    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-        Ok(())
+    fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+        Ok(Box::new(()))
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
 use drover_mount::client::{ConnectError, Connecting, Connector};
-use drover_mount::server::{Base, Config, Images, Server};
+use drover_mount::server::{Base, Config, Images, Room, Server};
 use drover_net::service::IncomingCall;
 use drover_net::{Code, Connection, Identity, Peer, PeerKey, Refusal, Rights};
 use drover_store::lease::Access;
@@ -50,8 +50,8 @@ impl Images for Shelf {
         Ok(())
     }
 
-    fn room(&self, _: &PeerKey, _: u64) -> Result<(), Refusal> {
-        Ok(())
+    fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
+        Ok(Box::new(()))
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {

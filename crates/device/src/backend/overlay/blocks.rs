@@ -20,6 +20,10 @@ static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 /// Maximum extents of one reply; the caller asks again for the rest.
 const MAX_EXTENTS: usize = 4096;
 
+/// Changed runs of blocks that are not in the log, beyond which the next change flushes: bounds the memory for them, and
+/// what a flush adds to the log.
+const MAX_UNLOGGED: usize = 1 << 16;
+
 /// Where bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
@@ -37,16 +41,17 @@ struct Part {
     place: Place,
 }
 
-fn blocks_of(offset: u64, length: u64) -> Range<u64> {
+pub(super) fn blocks_of(offset: u64, length: u64) -> Range<u64> {
     offset / BLOCK_SIZE_U64..(offset + length).div_ceil(BLOCK_SIZE_U64)
 }
 
 impl Overlay {
-    /// Where the bytes of a range are stored, in order, with adjacent parts joined.
-    fn plan(&self, offset: u64, length: u64, sealed: Option<&Redo>) -> Vec<Part> {
+    /// Where the bytes of a range are stored, in order, with adjacent parts joined: the first `most` parts.
+    fn plan(&self, offset: u64, length: u64, sealed: Option<&Redo>, most: usize) -> Vec<Part> {
         let end = offset + length;
         let mut parts: Vec<Part> = Vec::new();
-        // Adds blocks, clipped to the range; `place` is that of the first block's first byte.
+        // Adds blocks, clipped to the range; `place` is that of the first block's first byte. False when there are
+        // more than enough: the last part may be incomplete.
         let mut add = |blocks: Range<u64>, place: Place| {
             let start = blocks.start * BLOCK_SIZE_U64;
             let from = start.max(offset);
@@ -67,26 +72,31 @@ impl Overlay {
                     place,
                 }),
             }
+            parts.len() <= most
         };
         let states = self.states.read();
-        let by_state = |blocks: Range<u64>, add: &mut dyn FnMut(Range<u64>, Place)| {
-            for (run, state) in states.runs(blocks) {
+        let by_state = |blocks: Range<u64>, add: &mut dyn FnMut(Range<u64>, Place) -> bool| {
+            states.runs(blocks).all(|(run, state)| {
                 let place = match state {
                     BlockState::Base => Place::Base,
                     BlockState::Here => Place::Data,
                     BlockState::Zero => Place::Zero,
                 };
-                add(run, place);
-            }
+                add(run, place)
+            })
         };
         let blocks = blocks_of(offset, length);
         let mut at = blocks.start;
-        for (piece, place) in sealed.iter().flat_map(|redo| redo.pieces(blocks.clone())) {
-            by_state(at..piece.start, &mut add);
+        let mut pieces = sealed.iter().flat_map(|redo| redo.pieces(blocks.clone()));
+        let goes_on = pieces.all(|(piece, place)| {
+            let before = at..piece.start;
             at = piece.end;
-            add(piece, place.map_or(Place::Zero, Place::Redo));
+            by_state(before, &mut add) && add(piece, place.map_or(Place::Zero, Place::Redo))
+        });
+        if goes_on {
+            by_state(at..blocks.end, &mut add);
         }
-        by_state(at..blocks.end, &mut add);
+        parts.truncate(most);
         parts
     }
 
@@ -99,7 +109,12 @@ impl Overlay {
             return Vec::new();
         }
         let sealed = self.sealed.read();
-        let parts = self.plan(range.start, end - range.start, sealed.as_deref());
+        let parts = self.plan(
+            range.start,
+            end - range.start,
+            sealed.as_deref(),
+            usize::MAX,
+        );
         let changed = parts.iter().filter(|part| part.place != Place::Base);
         changed
             .map(|part| {
@@ -114,7 +129,8 @@ impl Overlay {
         {
             // Held while the overlay's own files are read: a commit switches before or after this request.
             let sealed = self.sealed.read();
-            for part in self.plan(offset, buffer.len() as u64, sealed.as_deref()) {
+            let length = buffer.len() as u64;
+            for part in self.plan(offset, length, sealed.as_deref(), usize::MAX) {
                 let from = (part.offset - offset) as usize;
                 let bytes = &mut buffer[from..from + part.length as usize];
                 match part.place {
@@ -190,6 +206,9 @@ impl Overlay {
         length: u64,
         change: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
+        if self.states.read().changed_runs() >= MAX_UNLOGGED {
+            self.flush()?;
+        }
         let _plain = self.enter(offset, length)?;
         if length == 0 {
             return Ok(());
@@ -299,7 +318,7 @@ impl Overlay {
     }
 
     /// The whole blocks inside a range.
-    fn whole_blocks(&self, offset: u64, length: u64) -> Range<u64> {
+    pub(super) fn whole_blocks(&self, offset: u64, length: u64) -> Range<u64> {
         let end = offset + length;
         let last = match end == self.size {
             true => end.div_ceil(BLOCK_SIZE_U64),
@@ -401,14 +420,17 @@ impl BlockDevice for Overlay {
         check_range(offset, length, self.size)?;
         let parts = {
             let sealed = self.sealed.read();
-            self.plan(offset, length, sealed.as_deref())
+            self.plan(offset, length, sealed.as_deref(), MAX_EXTENTS)
         };
         let mut extents: Vec<Extent> = Vec::new();
-        let mut add = |extent: Extent| match extents.last_mut() {
-            Some(last) if last.kind == extent.kind => last.length += extent.length,
-            _ => extents.push(extent),
-        };
-        for (nth, part) in parts.into_iter().enumerate() {
+        for part in parts {
+            if extents.len() >= MAX_EXTENTS {
+                break;
+            }
+            let mut add = |extent: Extent| match extents.last_mut() {
+                Some(last) if last.kind == extent.kind => last.length += extent.length,
+                _ => extents.push(extent),
+            };
             let kind = match part.place {
                 Place::Data | Place::Redo(_) => ExtentKind::Data,
                 Place::Zero => ExtentKind::Zero,
@@ -427,9 +449,6 @@ impl BlockDevice for Overlay {
                 length: part.length,
                 kind,
             });
-            if nth >= MAX_EXTENTS {
-                break;
-            }
         }
         if extents.is_empty() {
             // An empty range.
@@ -444,7 +463,7 @@ impl BlockDevice for Overlay {
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         check_range(offset, length, self.size)?;
-        let parts = self.plan(offset, length, self.sealed.read().as_deref());
+        let parts = self.plan(offset, length, self.sealed.read().as_deref(), MAX_EXTENTS);
         for part in parts.iter().filter(|part| part.place == Place::Base) {
             self.base.prefetch(part.offset, part.length)?;
         }
@@ -455,7 +474,8 @@ impl BlockDevice for Overlay {
         if check_range(offset, length, self.size).is_err() {
             return Cost::Memory;
         }
-        let parts = self.plan(offset, length, self.sealed.read().as_deref());
+        // What follows so many parts does not change an estimate.
+        let parts = self.plan(offset, length, self.sealed.read().as_deref(), MAX_EXTENTS);
         let costs = parts.iter().map(|part| match part.place {
             Place::Base => self.base.cost(part.offset, part.length),
             Place::Data | Place::Redo(_) => Cost::Disk,
@@ -467,5 +487,48 @@ impl BlockDevice for Overlay {
     fn write_cost(&self, offset: u64, length: u64) -> Cost {
         // A partial write may need the base's contents.
         self.cost(offset, length).max(Cost::Disk)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use drover_core::Digest;
+    use drover_storage::FakeDirectory;
+
+    use super::*;
+    use crate::backend::MemoryDevice;
+    use crate::backend::overlay::{Identity, Options};
+
+    #[test]
+    fn a_plan_of_many_parts_ends_early() {
+        let size = 40_000 * BLOCK_SIZE_U64;
+        let overlay = Overlay::open(
+            Arc::new(FakeDirectory::default()),
+            Arc::new(MemoryDevice::new(size)),
+            Identity {
+                base: Digest([7; 32]),
+                size,
+                name: "web".into(),
+            },
+            Options::default(),
+        )
+        .unwrap();
+        for block in 0..20_000 {
+            overlay
+                .trim(2 * block * BLOCK_SIZE_U64, BLOCK_SIZE_U64)
+                .unwrap();
+        }
+        let parts = |most| {
+            let parts = overlay.plan(0, size, None, most).into_iter();
+            parts.map(|p| (p.offset, p.length)).collect::<Vec<_>>()
+        };
+        let all = parts(usize::MAX);
+        assert_eq!(all.len(), 40_000);
+        for most in [1, 7, MAX_EXTENTS] {
+            assert_eq!(parts(most), all[..most]);
+        }
+        assert_eq!(overlay.extents(0, size).unwrap().len(), MAX_EXTENTS);
     }
 }

@@ -3,6 +3,7 @@ mod crash;
 mod epochs;
 mod files;
 mod processes;
+mod space;
 mod staged;
 
 use std::sync::Arc;

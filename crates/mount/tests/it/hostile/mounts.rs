@@ -9,7 +9,7 @@ pub struct Rude {
 }
 
 impl Rude {
-    fn open(site: &Site, near: &Near, open: Vec<u8>) -> Self {
+    pub fn open(site: &Site, near: &Near, open: Vec<u8>) -> Self {
         let (here, there) = Connection::pair().unwrap();
         let (server, peer) = (site.server.clone(), near.peer.clone());
         tokio::spawn(async move {
@@ -41,7 +41,7 @@ impl Rude {
     }
 
     /// The connection is open.
-    async fn opened(&mut self) {
+    pub async fn opened(&mut self) {
         let frame = self.reader.next().await.unwrap().expect("a reply");
         reply_in::<Open>(&frame, "the site").expect("an open connection");
     }
@@ -79,7 +79,7 @@ impl Rude {
     }
 }
 
-fn opening(mount: MountId, access: Access) -> Vec<u8> {
+pub fn opening(mount: MountId, access: Access) -> Vec<u8> {
     let open = Open {
         mount,
         connection: ConnectionKind::Front,
