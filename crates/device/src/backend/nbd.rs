@@ -347,7 +347,8 @@ impl BlockDevice for NbdDevice {
     }
 
     fn flush(&self) -> Result<(), DeviceError> {
-        match self.has(transmission::SEND_FLUSH) {
+        // Without writes there is nothing to flush, not even when the server is gone.
+        match !self.read_only && self.has(transmission::SEND_FLUSH) {
             true => self.call(command::FLUSH, 0, 0, 0, &[]).map(drop),
             false => Ok(()),
         }

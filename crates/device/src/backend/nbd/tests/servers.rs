@@ -305,6 +305,9 @@ fn a_bitmap_of_qemu_storage_daemon_lists_exactly_what_was_written() {
     assert!(device.capabilities().read_only);
     assert_eq!(dirty(&device), touched());
     assert!(matches!(device.write(0, &[1]), Err(DeviceError::ReadOnly)));
+    real.process.kill().unwrap();
+    assert!(device.read(0, &mut [0]).is_err());
+    device.flush().unwrap();
 }
 
 #[test]
