@@ -72,6 +72,6 @@ async fn a_writing_guest_moves_with_its_disk() {
     );
     assert_eq!(here.said("beat"), Some(last));
     let whole = there.verify().await;
-    assert!(whole > last + 20);
+    assert!(whole >= last + 20, "{whole} after {last}");
     pair.destination.delete_node("stub").await.unwrap();
 }
