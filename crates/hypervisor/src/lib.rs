@@ -1,7 +1,8 @@
 //! Hypervisors: QEMU by QMP.
 //!
 //! [`qmp`] is a client of the protocol, [`Machine`] has what a migration needs of a QEMU as typed commands: its disks and
-//! their dirty bitmaps, NBD exports, block nodes, the migration itself. Nothing here knows drover's protocols, and nothing
+//! their dirty bitmaps, NBD exports, block nodes, the migration itself. [`Rounds`] offers what a running machine writes
+//! to plain files, round by round. Nothing here knows drover's protocols, and nothing
 //! decides when a machine moves or who owns it: QEMU runs a machine on both sides if it is told to.
 //!
 //! Sockets of QEMU are trusted to do what they say they do, but what they say is parsed as hostile input. Errors are one
@@ -27,9 +28,11 @@
 mod error;
 pub mod machine;
 pub mod qmp;
+pub mod rounds;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;
 
 pub use error::{ErrorClass, HypervisorError};
 pub use machine::Machine;
+pub use rounds::Rounds;

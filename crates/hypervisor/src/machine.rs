@@ -24,6 +24,7 @@ pub use disks::{Data, Disk, Medium, parse_data, parse_disks};
 pub use exports::Export;
 pub use migration::{
     Capability, Channel, MIN_VERSION, MigrationInfo, MigrationParameters, MigrationStatus, RamInfo,
+    TCG_VERSION,
 };
 pub use nodes::Node;
 

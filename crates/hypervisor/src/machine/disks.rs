@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -47,22 +48,8 @@ pub struct Medium {
 pub enum Data {
     /// A file or block device, as QEMU was told it: perhaps relative to the directory it was started in.
     File(PathBuf),
-    /// An export of the NBD server at a Unix socket.
-    NbdUnix {
-        /// The socket.
-        socket: PathBuf,
-        /// The export's name.
-        export: String,
-    },
-    /// An export of an NBD server by TCP.
-    NbdTcp {
-        /// The server.
-        host: String,
-        /// Its port.
-        port: u16,
-        /// The export's name.
-        export: String,
-    },
+    /// An export of an NBD server.
+    Nbd(NbdAddress),
     /// Something else, in QEMU's words.
     Other(String),
 }
@@ -171,49 +158,18 @@ pub fn parse_data(name: &str) -> Data {
             .and_then(from_options)
             .unwrap_or_else(other);
     }
-    if let Some(rest) = name.strip_prefix("nbd+unix://") {
-        return nbd_unix(rest).unwrap_or_else(other);
-    }
-    if let Some(rest) = name.strip_prefix("nbd://") {
-        return nbd_tcp(rest).unwrap_or_else(other);
-    }
     // As QEMU does it: what is before a colon, and not in a directory, is a protocol.
     let before = name.split('/').next().unwrap_or(name);
     match (before.split_once(':'), name) {
         (_, "") => other(),
         (Some(("file", _)), _) => Data::File(PathBuf::from(&name["file:".len()..])),
+        (Some(("nbd" | "nbd+unix" | "nbd+tcp", _)), _) => {
+            name.parse().map_or_else(|_| other(), Data::Nbd)
+        }
         (Some(_), _) => other(),
         (None, _) => Data::File(PathBuf::from(name)),
     }
 }
-
-/// `/EXPORT?socket=PATH`, with an empty host before it.
-fn nbd_unix(rest: &str) -> Option<Data> {
-    let (export, query) = rest.strip_prefix('/').unwrap_or(rest).split_once('?')?;
-    let socket = query
-        .split('&')
-        .find_map(|part| part.strip_prefix("socket="))?;
-    Some(Data::NbdUnix {
-        socket: PathBuf::from(decoded(socket)?),
-        export: decoded(export)?,
-    })
-}
-
-/// `HOST[:PORT]/EXPORT`.
-fn nbd_tcp(rest: &str) -> Option<Data> {
-    let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
-    let (host, port) = match authority.rsplit_once(':') {
-        Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok()?),
-        _ => (authority, NBD_PORT),
-    };
-    Some(Data::NbdTcp {
-        host: decoded(host.trim_start_matches('[').trim_end_matches(']'))?,
-        port,
-        export: decoded(export)?,
-    })
-}
-
-const NBD_PORT: u16 = 10809;
 
 /// Descends to the driver that has the bytes.
 fn from_options(options: &Value) -> Option<Data> {
@@ -230,38 +186,16 @@ fn from_options(options: &Value) -> Option<Data> {
     match text("driver")? {
         "file" | "host_device" | "host_cdrom" => Some(Data::File(PathBuf::from(text("filename")?))),
         "nbd" => {
+            let socket = match server("type")? {
+                "unix" => NbdSocket::Unix(PathBuf::from(server("path")?)),
+                "inet" => NbdSocket::Tcp(server("host")?.to_owned(), server("port")?.parse().ok()?),
+                _ => return None,
+            };
             let export = text("export").unwrap_or_default().to_owned();
-            match server("type")? {
-                "unix" => Some(Data::NbdUnix {
-                    socket: PathBuf::from(server("path")?),
-                    export,
-                }),
-                "inet" => Some(Data::NbdTcp {
-                    host: server("host")?.to_owned(),
-                    port: server("port")?.parse().ok()?,
-                    export,
-                }),
-                _ => None,
-            }
+            Some(Data::Nbd(NbdAddress { socket, export }))
         }
         _ => None,
     }
-}
-
-/// Text without a URI's escapes.
-fn decoded(text: &str) -> Option<String> {
-    let mut out = Vec::new();
-    let mut bytes = text.bytes();
-    while let Some(byte) = bytes.next() {
-        if byte == b'%' {
-            let digits = [bytes.next()?, bytes.next()?];
-            let digits = std::str::from_utf8(&digits).ok()?;
-            out.push(u8::from_str_radix(digits, 16).ok()?);
-        } else {
-            out.push(byte);
-        }
-    }
-    String::from_utf8(out).ok()
 }
 
 #[cfg(test)]
@@ -271,15 +205,14 @@ mod tests {
     #[test]
     fn names_of_files_and_exports() {
         let file = |path: &str| Data::File(PathBuf::from(path));
-        let unix = |socket: &str, export: &str| Data::NbdUnix {
-            socket: PathBuf::from(socket),
-            export: export.into(),
+        let nbd = |socket, export: &str| {
+            Data::Nbd(NbdAddress {
+                socket,
+                export: export.into(),
+            })
         };
-        let tcp = |host: &str, port, export: &str| Data::NbdTcp {
-            host: host.into(),
-            port,
-            export: export.into(),
-        };
+        let unix = |socket: &str, export| nbd(NbdSocket::Unix(PathBuf::from(socket)), export);
+        let tcp = |host: &str, port, export| nbd(NbdSocket::Tcp(host.into(), port), export);
         let other = |text: &str| Data::Other(text.into());
         for (name, expected) in [
             ("d.raw", file("d.raw")),
@@ -311,6 +244,8 @@ mod tests {
                 other(r#"json:{"driver": "null-co"}"#),
             ),
             ("json:{", other("json:{")),
+            ("nbd:unix:/s:exportname=e", unix("/s", "e")),
+            ("nbd/a:b", file("nbd/a:b")),
             ("rbd:pool/image", other("rbd:pool/image")),
             ("nbd+unix:///ex", other("nbd+unix:///ex")),
             (

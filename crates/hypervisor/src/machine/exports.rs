@@ -1,6 +1,6 @@
 //! QEMU's own NBD server, by which others read a machine's disks.
 
-use std::path::Path;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -23,20 +23,34 @@ pub struct Export<'a> {
     pub bitmaps: &'a [&'a str],
 }
 
+/// The name of the NBD server's socket while it is handed over.
+const NBD_LISTENER: &str = "drover-nbd";
+
 /// How long an export may take to let its clients go.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Machine {
-    /// Starts the NBD server on a Unix socket, which must not exist. A QEMU has one server.
+    /// Starts the NBD server on a socket that listens. A QEMU has one server. It is handed the socket, so it needs no
+    /// right to the directory.
     ///
     /// # Errors
     /// Those of [`Qmp::run`](crate::qmp::Qmp::run): refused when it has one already.
-    pub async fn start_nbd_server(&self, socket: &Path) -> Result<(), HypervisorError> {
-        let Some(path) = socket.to_str() else {
-            return Err(self.qmp.unsupported("takes only UTF-8 for a socket's path"));
-        };
-        let address = json!({"addr": {"type": "unix", "data": {"path": path}}});
-        self.qmp.order("nbd-server-start", address).await
+    pub async fn start_nbd_server(
+        &self,
+        listener: impl Into<OwnedFd>,
+    ) -> Result<(), HypervisorError> {
+        self.pass_descriptor(NBD_LISTENER, listener).await?;
+        let address = json!({"addr": {"type": "fd", "data": {"str": NBD_LISTENER}}});
+        let started = self.qmp.order("nbd-server-start", address).await;
+        if started.is_err() {
+            // It may have been taken.
+            let close = self
+                .qmp
+                .order("closefd", json!({"fdname": NBD_LISTENER}))
+                .await;
+            tracing::debug!(?close, "the NBD server did not start");
+        }
+        started
     }
 
     /// Stops the NBD server, all its exports and connections.

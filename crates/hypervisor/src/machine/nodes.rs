@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use serde_json::{Value, json};
 
 use super::Machine;
@@ -39,14 +40,12 @@ pub enum Node {
         /// Bytes.
         size: u64,
     },
-    /// An export of an NBD server at a Unix socket.
+    /// An export of an NBD server.
     Nbd {
         /// Its name.
         name: String,
-        /// The socket.
-        socket: PathBuf,
-        /// The export's name.
-        export: String,
+        /// The server and the export.
+        address: NbdAddress,
         /// For how long requests wait when the connection is lost; zero: they fail.
         reconnect: Duration,
     },
@@ -72,14 +71,18 @@ impl Node {
             }
             Node::Nbd {
                 name,
-                socket,
-                export,
+                address,
                 reconnect,
             } => json!({
                 "driver": "nbd",
                 "node-name": name,
-                "server": {"type": "unix", "path": text(socket)},
-                "export": export,
+                "server": match &address.socket {
+                    NbdSocket::Unix(path) => json!({"type": "unix", "path": text(path)}),
+                    NbdSocket::Tcp(host, port) => {
+                        json!({"type": "inet", "host": host, "port": port.to_string()})
+                    }
+                },
+                "export": address.export,
                 "reconnect-delay": reconnect.as_secs(),
             }),
         }

@@ -8,7 +8,8 @@
 //   guest: beat N         record N is durable, and N-1 was still there
 //   guest: verified N     every record that must be there is, up to N: the answer to a line that begins with v
 //
-// Parameters on the kernel's command line: pace=MS between records, dirty=MIB of memory that change with each.
+// Parameters on the kernel's command line: pace=MS between records, dirty=MIB of memory that change with each (a byte of
+// each page, which is what it was before).
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -102,7 +103,7 @@ int main(void) {
   FILE *line = fopen("/proc/cmdline", "r");
   if (line) fgets(text, sizeof text, line);
   unsigned long pace = parameter(text, "pace="), dirty = parameter(text, "dirty=") << 20;
-  char *memory = dirty ? malloc(dirty) : NULL;
+  uint8_t age = 0, *memory = dirty ? calloc(1, dirty) : NULL;
 
   for (int tries = 0; (disk = open("/dev/vda", O_RDWR | O_DIRECT | O_DSYNC | O_CLOEXEC)) < 0; tries++) {
     if (tries == 500) fail("/dev/vda");
@@ -122,7 +123,10 @@ int main(void) {
     fill(buffer, last + 1);
     if (pwrite(disk, buffer, BLOCK, (last + 1) % blocks * BLOCK) != BLOCK) fail("write");
     printf("guest: beat %llu\n", (unsigned long long)++last);
-    for (unsigned long i = 0; i < dirty; i += BLOCK) memory[i]++;
+    for (unsigned long i = 0; i < dirty; i += BLOCK) {
+      if (memory[i]++ != age) printf("guest: BAD memory at %lu of %lu\n", i, dirty);
+    }
+    age++;
     struct pollfd console = {.fd = 0, .events = POLLIN};
     if (poll(&console, 1, pace) > 0) {
       if (fgets(text, sizeof text, stdin) && text[0] == 'v') verify(last);

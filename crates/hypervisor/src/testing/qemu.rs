@@ -40,7 +40,16 @@ impl Launch {
     /// A machine without disks: 96 MiB, one processor, a console. Both sides of a migration get the same.
     #[must_use]
     pub fn new() -> Self {
-        let fixed = "-M pc-i440fx-7.2 -cpu qemu64 -accel tcg -m 96 -nodefaults -no-user-config -display none";
+        Launch::with_memory(96)
+    }
+
+    /// The same with so many MiB, and a little more: see [`Machine::check_migratable`].
+    #[must_use]
+    pub fn with_memory(mib: u32) -> Self {
+        let memory = mib * 1024 + 8;
+        let fixed = format!(
+            "-M pc-i440fx-7.2 -cpu qemu64 -accel tcg -m {memory}K -nodefaults -no-user-config -display none"
+        );
         Launch {
             arguments: fixed.split(' ').map(str::to_owned).collect(),
             kernel: "console=ttyS0 quiet panic=-1 mitigations=off".into(),
@@ -117,6 +126,7 @@ impl Launch {
             ])
             .args(["-serial", "chardev:console"])
             .stdin(Stdio::null())
+            .stdout(errors.try_clone().expect("a file"))
             .stderr(errors)
             .spawn()
             .expect("a QEMU that starts");

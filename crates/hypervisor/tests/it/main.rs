@@ -2,4 +2,5 @@
 
 mod real_guest;
 mod real_qemu;
+mod real_rounds;
 mod util;

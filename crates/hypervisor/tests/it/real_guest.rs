@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use drover_hypervisor::machine::{Channel, Node, RunState};
 use drover_hypervisor::testing::{Guest, Launch, program};
 
@@ -24,8 +25,10 @@ async fn a_writing_guest_moves_with_its_disk() {
     };
     let export = |name: &str| Node::Nbd {
         name: name.into(),
-        socket: socket.clone(),
-        export: "disk".into(),
+        address: NbdAddress {
+            socket: NbdSocket::Unix(socket.clone()),
+            export: "disk".into(),
+        },
         reconnect: Duration::ZERO,
     };
     let disk = |file: &str| Node::Raw {

@@ -1,13 +1,13 @@
 //! QEMU without a guest: commands and their answers, descriptors, a migration of a machine that has booted nothing.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream as Socket;
+use std::os::unix::net::{UnixListener, UnixStream as Socket};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use drover_hypervisor::machine::{
     Action, Channel, Data, Export, Machine, MigrationParameters, MigrationStatus, Node, RunState,
-    Yank,
+    TCG_VERSION, Yank,
 };
 use drover_hypervisor::qmp::Command;
 use drover_hypervisor::testing::{Launch, PATIENCE, program};
@@ -130,6 +130,21 @@ async fn what_blocks_a_migration_is_said() {
         blocked.contains("is not possible: The vdi format used by node"),
         "{blocked}"
     );
+
+    // Each block of memory counts for itself.
+    let parts = "-object memory-backend-ram,id=m0,size=96M -object memory-backend-ram,id=m1,size=8K \
+                 -numa node,memdev=m0 -numa node,memdev=m1 -S";
+    for (name, arguments) in [("whole", "-m 96 -S"), ("parts", parts)] {
+        let mut qemu = Launch::new().with(arguments).start(dir.path(), name);
+        let machine = qemu.machine().await;
+        let lossy = machine.check_migratable().await.map_err(|e| e.to_string());
+        if machine.version() < TCG_VERSION {
+            let lossy = lossy.unwrap_err();
+            assert!(lossy.contains("loses what the machine writes to its memory"));
+        } else {
+            lossy.unwrap();
+        }
+    }
 }
 
 #[tokio::test]
@@ -164,9 +179,15 @@ async fn bitmaps_and_exports_come_and_go() {
     assert_eq!(machine.bitmaps("disk").await.unwrap().len(), 1);
     machine.transaction(&[add("b2"), disable]).await.unwrap();
 
-    let socket = dir.path().join("nbd.sock");
-    machine.start_nbd_server(&socket).await.unwrap();
-    let second = machine.start_nbd_server(&socket).await.unwrap_err();
+    let listen = |name: &str| UnixListener::bind(dir.path().join(name)).unwrap();
+    machine
+        .start_nbd_server(listen("first.sock"))
+        .await
+        .unwrap();
+    let second = machine
+        .start_nbd_server(listen("second.sock"))
+        .await
+        .unwrap_err();
     assert!(second.to_string().contains("already running"), "{second}");
     let export = Export {
         id: "round",
@@ -234,7 +255,7 @@ async fn a_source_that_hangs_is_freed_out_of_band_and_migrates_again() {
     };
     let dir = tempfile::tempdir().unwrap();
     // Most of the memory is sent while it is paused, which is more than sockets buffer.
-    let launch = Launch::new().with("-m 512");
+    let launch = Launch::with_memory(512);
     let mut qemu = launch.start(dir.path(), "source");
     let source = qemu.machine().await;
     let parameters = MigrationParameters {

@@ -1,11 +1,15 @@
 //! What tests with several QEMUs share.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use drover_core::BlockDevice;
+use drover_device::backend::nbd::{NbdDevice, NbdOptions};
 use drover_hypervisor::machine::{Capability, Channel, Machine, MigrationStatus};
 use drover_hypervisor::qmp::Events;
+use drover_hypervisor::rounds::View;
 use drover_hypervisor::testing::PATIENCE;
 
 /// A raw image of so many zero bytes.
@@ -72,6 +76,43 @@ impl Pair {
 pub async fn wait_event(events: &mut Events, name: &str) {
     let seen = events.wait_for(name, PATIENCE, |event| (event.name == name).then_some(()));
     seen.await.unwrap();
+}
+
+/// Copies what is dirty of a disk into a file, or all of it; how many bytes those were.
+pub async fn copy(view: &View, to: &Path) -> u64 {
+    let (view, to) = (view.clone(), to.to_owned());
+    let copy = move || {
+        let options = NbdOptions {
+            read_only: true,
+            contexts: view.context.iter().cloned().collect(),
+            ..NbdOptions::default()
+        };
+        let device = NbdDevice::connect(&view.address, &options).unwrap();
+        let file = std::fs::OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(to)
+            .unwrap();
+        let mut copied = 0;
+        let mut take = |offset: u64, length: u64| {
+            let mut bytes = vec![0; usize::try_from(length).unwrap()];
+            device.read(offset, &mut bytes).unwrap();
+            file.write_all_at(&bytes, offset).unwrap();
+            copied += length;
+        };
+        match &view.context {
+            None => take(0, device.size()),
+            Some(context) => {
+                for range in device.dirty(context, 0, device.size()) {
+                    let range = range.unwrap();
+                    take(range.start, range.end - range.start);
+                }
+            }
+        }
+        copied
+    };
+    tokio::task::spawn_blocking(copy).await.unwrap()
 }
 
 /// An NBD server of a raw image, export `disk`; none, with a SKIP, where there is no `qemu-nbd`.
