@@ -1,6 +1,8 @@
 //! How much of a site's disks its peers may take.
 
 use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -226,7 +228,12 @@ pub fn taken(
 ) -> Result<HashMap<PeerKey, u64>> {
     let owned = images.iter().filter_map(|i| Some((i, i.owner?)));
     let owners: HashMap<_, _> = owned.map(|(i, owner)| (i.name.as_str(), owner)).collect();
-    let images = images.iter().map(|image| (image.owner, image.data_bytes));
+    let images = images.iter().filter_map(|image| {
+        // Small pieces of data take whole blocks.
+        let owner = image.owner?;
+        let room = fs::metadata(&image.path).map_or(0, |about| about.blocks() * 512);
+        Some((Some(owner), image.data_bytes.max(room)))
+    });
     let transfers = transfers.iter().flat_map(|t| {
         let owner = owners.get(&*t.name).copied();
         let owner = owner.filter(|owner| *owner != t.sender);
@@ -247,10 +254,10 @@ pub fn taken(
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
+    use drover_core::Digest;
     use drover_net::Rights;
     use drover_store::{Grant, Peer};
+    use drover_teleport::TransferState;
 
     use super::*;
 
@@ -331,5 +338,53 @@ mod tests {
         refused(quotas.take(&KEYS[1], free / 2));
         drop(most);
         drop(quotas.take(&KEYS[1], free / 2).unwrap());
+    }
+
+    #[test]
+    fn images_and_transfers_count_as_what_they_take_or_may_become() {
+        let (tmp, home, quotas) = with_peers(0);
+        let [key, other] = KEYS;
+        let path = tmp.path().join("a.img");
+        fs::write(&path, vec![1; 100_000]).unwrap();
+        let image = ImageRecord {
+            id: quotas.images.new_image_id().unwrap(),
+            name: ImageName::new("a.img").unwrap(),
+            path,
+            format: "raw".into(),
+            size_bytes: 1 << 30,
+            // A byte here and there.
+            data_bytes: 25,
+            virtual_bytes: 1 << 30,
+            digest: Digest([1; 32]),
+            stamp: None,
+            added_unix: 0,
+            from: "p0".into(),
+            external: false,
+            owner: Some(key),
+            shared: Vec::new(),
+        };
+        let transfer = |name: &str, sender, total_bytes| Unfinished {
+            key: name.into(),
+            name: name.into(),
+            peer: String::new(),
+            sender,
+            state: TransferState::Stopped,
+            done_bytes: 0,
+            total_bytes,
+            room_bytes: 4096,
+            touched_unix: 0,
+        };
+        let taken = |transfers: &[Unfinished]| {
+            let taken = taken(&home, std::slice::from_ref(&image), transfers).unwrap();
+            KEYS.map(|key| taken.get(&key).copied().unwrap_or(0))
+        };
+        let [alone, none] = taken(&[]);
+        assert!(alone >= 100_000 && none == 0, "{alone} {none}");
+        let own = transfer("b.img", key, 1 << 20);
+        assert_eq!(taken(std::slice::from_ref(&own)), [alone + (1 << 20), 0]);
+        // The image stays its owner's.
+        let instead = transfer("a.img", other, 1 << 20);
+        let more = alone + (2 << 20);
+        assert_eq!(taken(&[own, instead]), [more, 1 << 20]);
     }
 }

@@ -269,6 +269,12 @@ impl Layout {
         blocks_for(self.ranges.last().map_or(0, GrainRange::walk_end))
     }
 
+    /// Memory that it takes, in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        self.ranges.capacity() * size_of::<GrainRange>()
+    }
+
     /// The ranges, sorted by walk offset.
     #[must_use]
     pub fn ranges(&self) -> &[GrainRange] {

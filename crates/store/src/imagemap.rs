@@ -61,7 +61,7 @@ impl ImageMap {
     /// Approximate memory use in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
-        std::mem::size_of_val(self.layout.ranges()) + self.blocks.memory_bytes()
+        self.layout.memory_bytes() + self.blocks.memory_bytes()
     }
 
     /// Writes the map of `record` to `path`, atomically and durably.

@@ -120,6 +120,13 @@ impl Active {
         self.names.lock().held.values().any(|h| h.key == key)
     }
 
+    /// The keys of the transfers in progress.
+    #[must_use]
+    pub fn keys(&self) -> Vec<String> {
+        let names = self.names.lock();
+        names.held.values().map(|h| h.key.clone()).collect()
+    }
+
     /// Claims the transfer `key` so that it cannot be resumed; `None` while it is in progress or claimed.
     pub fn claim(self: &Arc<Self>, key: &str) -> Option<Claim> {
         let mut names = self.names.lock();

@@ -51,12 +51,20 @@ pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     }
     let mut machine = Destination::new(offer.walk_blocks);
     let mut digest = OrderedDigest::new(&left.layout);
-    let resumed = Transfer::resume(dir, offer, &left.layout, &disk(), |_, restored| {
-        if let (None, Some(digest)) = (&restored.plan, &mut digest) {
-            digest.batch(&left.layout, restored.batch.clone(), restored.full);
-        }
-        Ok(machine.restore(restored.batch, restored.missing)?)
-    });
+    let encoded = left.layout.encode();
+    let resumed = Transfer::resume(
+        dir,
+        offer,
+        &left.layout,
+        &encoded,
+        &disk(),
+        |_, restored| {
+            if let (None, Some(digest)) = (&restored.plan, &mut digest) {
+                digest.batch(&left.layout, restored.batch.clone(), restored.full);
+            }
+            Ok(machine.restore(restored.batch, restored.missing)?)
+        },
+    );
     drop(resumed);
 }
 

@@ -72,6 +72,14 @@ fn checksum(kind: u8, payload: &[u8]) -> u32 {
     d.finalize() as u32
 }
 
+fn head_of(kind: RecordKind, payload: &[u8]) -> [u8; RECORD_HEADER] {
+    let mut head = [0; RECORD_HEADER];
+    head[..4].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    head[4] = kind.number();
+    head[8..].copy_from_slice(&checksum(kind.number(), payload).to_le_bytes());
+    head
+}
+
 /// A log open for appending.
 #[derive(Debug)]
 pub struct Log {
@@ -122,9 +130,7 @@ impl Log {
     /// torn one.
     pub fn append(&mut self, kind: RecordKind, payload: &[u8]) -> Result<(), TeleportError> {
         let mut record = Vec::with_capacity(RECORD_HEADER + payload.len());
-        record.extend_from_slice(&(payload.len() as u32).to_le_bytes());
-        record.extend_from_slice(&[kind.number(), 0, 0, 0]);
-        record.extend_from_slice(&checksum(kind.number(), payload).to_le_bytes());
+        record.extend_from_slice(&head_of(kind, payload));
         record.extend_from_slice(payload);
         let appended = self.log.append(&record);
         appended.map_err(TeleportError::file("append to", &self.path))
@@ -206,6 +212,23 @@ impl LogReader {
             window,
             at: HEADER_BYTES,
         }))
+    }
+
+    /// Passes over the next record if it is this one. Takes little memory, however long the record is.
+    pub fn pass(&mut self, kind: RecordKind, payload: &[u8]) -> bool {
+        let head = self.window.at(self.at, RECORD_HEADER);
+        if head.ok() != Some(&head_of(kind, payload)) {
+            return false;
+        }
+        let mut at = self.at + RECORD_HEADER as u64;
+        for piece in payload.chunks(Window::BYTES) {
+            if self.window.at(at, piece.len()).ok() != Some(piece) {
+                return false;
+            }
+            at += piece.len() as u64;
+        }
+        self.at = at;
+        true
     }
 
     /// End of the last valid record in bytes.

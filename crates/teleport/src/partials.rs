@@ -4,7 +4,7 @@
 //! While a transfer runs, the blocks in place are known exactly. After a restart they are inferred from the log: a
 //! block that is missing after all fails verification, is requested, and is not looked up there again.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +12,7 @@ use std::sync::Arc;
 use drover_core::{BlockIndex, CompactIndex};
 use drover_image::Layout;
 use drover_index::ImageId;
+use drover_net::PeerKey;
 use drover_store::sequences::Reach;
 use drover_store::{BlockMap, DataBits};
 use parking_lot::RwLock;
@@ -20,12 +21,17 @@ use crate::TeleportError;
 use crate::codec::Batch;
 use crate::protocol::BATCH_BLOCKS;
 
-/// Limit on stopped transfers that serve as sources; beyond it the oldest are dropped.
+/// Limit on stopped transfers that serve as sources.
 pub(crate) const MAX_STOPPED: usize = 256;
+
+/// Limit on the memory for them, in bytes. Beyond it, the peer that has the most loses its oldest.
+const MAX_STOPPED_BYTES: usize = 64 << 20;
 
 /// An image in transit.
 #[derive(Debug)]
 pub struct Partial {
+    /// Who sends it.
+    peer: PeerKey,
     path: PathBuf,
     layout: Arc<Layout>,
     state: RwLock<State>,
@@ -138,6 +144,15 @@ impl Partial {
         }
     }
 
+    /// Memory that it takes while it has stopped, in bytes; none while it runs, when it is counted elsewhere.
+    fn stopped_bytes(&self) -> Option<usize> {
+        let state = self.state.read();
+        let missing = state.missing.len() * size_of::<[u64; BATCH_BLOCKS as usize / 64]>();
+        let bytes = self.layout.memory_bytes() + state.blocks.memory_bytes() + missing;
+        // The files and names of many small ones take memory, too.
+        (state.file.is_none()).then_some(bytes.max(MAX_STOPPED_BYTES / MAX_STOPPED))
+    }
+
     fn read(&self, first: CompactIndex, count: u64) -> Option<Readable> {
         let state = self.state.read();
         let runs = state.blocks.walk_runs(first, count)?;
@@ -167,6 +182,7 @@ impl Partials {
     pub fn begin(
         self: &Arc<Self>,
         image: ImageId,
+        peer: PeerKey,
         path: &Path,
         layout: Arc<Layout>,
         blocks: BlockMap,
@@ -174,6 +190,7 @@ impl Partials {
     ) -> Result<Transit, TeleportError> {
         let file = File::open(path).map_err(TeleportError::file("open", path))?;
         let partial = Arc::new(Partial {
+            peer,
             path: path.into(),
             layout,
             state: RwLock::new(State {
@@ -191,8 +208,16 @@ impl Partials {
     }
 
     /// Adds a transfer that stopped before the site was started.
-    pub fn add_stopped(&self, image: ImageId, path: &Path, layout: Arc<Layout>, blocks: BlockMap) {
+    pub fn add_stopped(
+        &self,
+        image: ImageId,
+        peer: PeerKey,
+        path: &Path,
+        layout: Arc<Layout>,
+        blocks: BlockMap,
+    ) {
         let partial = Partial {
+            peer,
             path: path.into(),
             layout,
             state: RwLock::new(State {
@@ -205,19 +230,26 @@ impl Partials {
         self.trim();
     }
 
-    /// Drops the oldest stopped transfers beyond the limit.
+    /// Drops stopped transfers beyond the limit.
     fn trim(&self) {
         let mut all = self.all.write();
-        let mut stopped: Vec<ImageId> = all
-            .iter()
-            .filter(|(_, p)| p.state.read().file.is_none())
-            .map(|(&i, _)| i)
-            .collect();
-        if stopped.len() > MAX_STOPPED {
-            stopped.sort();
-            for image in &stopped[..stopped.len() - MAX_STOPPED] {
-                all.remove(image);
+        let mut by_peer: HashMap<PeerKey, (usize, BTreeMap<ImageId, usize>)> = HashMap::new();
+        let mut sum = 0;
+        for (image, partial) in &*all {
+            if let Some(bytes) = partial.stopped_bytes() {
+                let of_peer = by_peer.entry(partial.peer).or_default();
+                of_peer.0 += bytes;
+                of_peer.1.insert(*image, bytes);
+                sum += bytes;
             }
+        }
+        while sum > MAX_STOPPED_BYTES
+            && let Some(most) = by_peer.values_mut().max_by_key(|of_peer| of_peer.0)
+            && let Some((oldest, bytes)) = most.1.pop_first()
+        {
+            all.remove(&oldest);
+            most.0 -= bytes;
+            sum -= bytes;
         }
     }
 
@@ -299,6 +331,8 @@ impl Drop for Transit {
 mod tests {
     use super::*;
 
+    const PEER: PeerKey = PeerKey([1; 32]);
+
     #[test]
     fn what_is_in_place_can_be_read_and_what_is_not_is_awaited_while_it_comes() {
         let dir = tempfile::tempdir().unwrap();
@@ -313,7 +347,9 @@ mod tests {
             )),
         );
         let (blocks, missing) = (BlockMap::default(), HashMap::new());
-        let transit = all.begin(image, &path, layout, blocks, missing).unwrap();
+        let transit = all
+            .begin(image, PEER, &path, layout, blocks, missing)
+            .unwrap();
         assert_eq!(all.reach(image, CompactIndex(0), 1), Reach::Gone);
         let mut data = DataBits::new(BATCH_BLOCKS);
         (100..200).for_each(|i| data.set(i));
@@ -348,8 +384,33 @@ mod tests {
         let layout = Arc::new(Layout::in_file_order(4096, &[]));
         for i in 0..=MAX_STOPPED as u64 {
             let path = Path::new("/nowhere");
-            all.add_stopped(ImageId(i), path, layout.clone(), BlockMap::default());
+            all.add_stopped(ImageId(i), PEER, path, layout.clone(), BlockMap::default());
         }
         assert!(!all.knows(ImageId(0)) && all.knows(ImageId(1)));
+    }
+
+    /// Layouts that take much memory do not stay because their transfers were given up.
+    #[test]
+    fn what_has_stopped_takes_a_limited_amount_of_memory() {
+        let all = Arc::new(Partials::default());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image.part");
+        File::create_new(&path).unwrap();
+        let small = Arc::new(Layout::in_file_order(4096, &[]));
+        let other = PeerKey([2; 32]);
+        all.add_stopped(ImageId(0), other, &path, small, BlockMap::default());
+        let runs: Vec<_> = (0..1 << 17).map(|i| i * 4096..i * 4096 + 1).collect();
+        let large = Arc::new(Layout::in_file_order(4096 << 17, &runs));
+        let each = large.memory_bytes();
+        assert!(each >= 1 << 20, "{each}");
+        for i in 1..=200 {
+            let (blocks, missing) = (BlockMap::default(), HashMap::new());
+            let begun = all.begin(ImageId(i), PEER, &path, large.clone(), blocks, missing);
+            drop(begun.unwrap());
+        }
+        let kept = (1..=200).filter(|i| all.knows(ImageId(*i))).count();
+        assert!(kept > 1 && kept * each <= MAX_STOPPED_BYTES, "{kept}");
+        assert!(all.knows(ImageId(200)), "the newest");
+        assert!(all.knows(ImageId(0)), "another peer's");
     }
 }

@@ -115,6 +115,8 @@ pub struct Site {
     images_went: AtomicBool,
     /// Number of trims begun so far; locked during each step of a trim.
     trimmings: Mutex<u64>,
+    /// Locked from when the space for a new transfer is checked until its log exists.
+    pub(crate) admitting: Mutex<()>,
     /// Locked from when the record of an image is read until another takes its place.
     changing: Mutex<()>,
     rights: Option<Arc<RightsOf>>,

@@ -179,15 +179,17 @@ impl Transfer {
         })
     }
 
-    /// Resumes a transfer of `layout` in `dir`. Every logged batch is digested again in the partial file and passed
-    /// to `restored`; the log is truncated after the last batch that was accepted. `None` when nothing is usable.
+    /// Resumes a transfer of `layout` in `dir`, if its log has the same layout, encoded. Every logged batch is digested
+    /// again in the partial file and passed to `restored`; the log is truncated after the last batch that was accepted.
+    /// `None` when nothing is usable.
     ///
     /// # Errors
     /// When the files cannot be read, or `restored` returns an error.
     pub fn resume(
         dir: &Path,
         offer: &Offer,
-        layout: &Layout,
+        layout: &Arc<Layout>,
+        encoded_layout: &[u8],
         disk: &Arc<dyn Disk>,
         mut restored: impl FnMut(&Opening, Restored) -> Result<(), TeleportError>,
     ) -> Result<Option<Self>, TeleportError> {
@@ -200,14 +202,15 @@ impl Transfer {
         let Some(mut reader) = open_if_there(&log_path)? else {
             return Ok(None);
         };
-        let Some((opening, logged)) = read_front(&mut reader) else {
+        let Some(opening) = read_opening(&mut reader) else {
             return Ok(None);
         };
         let same = Offer {
             slot: offer.slot,
             ..opening.offer.clone()
         };
-        if same != *offer || logged != *layout {
+        // Another layout is not decoded: it may take more memory than that of the offer.
+        if same != *offer || !reader.pass(RecordKind::Layout, encoded_layout) {
             return Ok(None);
         }
         let Ok(part) = File::options().read(true).write(true).open(&part_path) else {
@@ -256,7 +259,7 @@ impl Transfer {
             dir: dir.into(),
             log,
             part: Arc::new(SyncedFile::new(part, disk.clone())),
-            layout: Arc::new(logged),
+            layout: layout.clone(),
             opening,
             compare: true,
             front,
@@ -345,9 +348,7 @@ fn new_log(
 
 /// The opening of the transfer in `dir`; `None` when there is none or its log is damaged.
 pub fn opening_of(dir: &Path) -> Option<Opening> {
-    let mut reader = open_if_there(&dir.join("log")).ok()??;
-    let opening = reader.next().filter(|r| r.kind == RecordKind::Opening)?;
-    drover_net::decode(&opening.payload).ok()
+    read_opening(&mut open_if_there(&dir.join("log")).ok()??)
 }
 
 /// Zeroes a batch's zero blocks in the partial file, whatever it held before.
@@ -370,10 +371,14 @@ fn open_if_there(path: &Path) -> Result<Option<LogReader>, TeleportError> {
     }
 }
 
-fn read_front(reader: &mut LogReader) -> Option<(Opening, Layout)> {
+fn read_opening(reader: &mut LogReader) -> Option<Opening> {
     let opening = reader.next().filter(|r| r.kind == RecordKind::Opening)?;
+    drover_net::decode(&opening.payload).ok()
+}
+
+fn read_front(reader: &mut LogReader) -> Option<(Opening, Layout)> {
+    let opening = read_opening(reader)?;
     let layout = reader.next().filter(|r| r.kind == RecordKind::Layout)?;
-    let opening: Opening = drover_net::decode(&opening.payload).ok()?;
     let layout = Layout::decode(&layout.payload, layout_limits()).ok()?;
     Some((opening, layout))
 }

@@ -9,13 +9,14 @@ use std::sync::atomic::AtomicBool;
 use drover_index::ImageId;
 use drover_storage::make_private_dir;
 use drover_store::sequences::Sequences;
-use drover_store::{BlockMap, Catalog, Images};
+use drover_store::{Catalog, Images};
 use parking_lot::{Mutex, RwLock};
 
 use super::{Callbacks, Site, SiteConfig, Totals, catch_up, recover, shared};
 use crate::TeleportError;
 use crate::files::remove_dir;
 use crate::matching::{Matching, handle, open_teleporter};
+use crate::partials::Partials;
 use crate::teleporter::{Event, ImageEvent};
 
 impl Site {
@@ -60,8 +61,9 @@ impl Site {
         if let Err(e) = std::fs::set_permissions(&config.work_dir, only_own) {
             tracing::warn!(path = %config.work_dir.display(), error = %e, "cannot make the directory private");
         }
-        let recover::Found { whole, stopped } =
-            recover::transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
+        let partials = Arc::<Partials>::default();
+        let transfers = config.work_dir.join("transfers");
+        let whole = recover::transfers_found(&transfers, &partials, &mut repairs)?;
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
         let maps = config.state_dir.join("maps");
         let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
@@ -80,7 +82,7 @@ impl Site {
             config,
             catalog,
             images,
-            partials: Arc::default(),
+            partials,
             sequences,
             matching,
             matched: Arc::default(),
@@ -96,17 +98,13 @@ impl Site {
             indexing: Mutex::default(),
             images_went: AtomicBool::new(true),
             trimmings: Mutex::new(0),
+            admitting: Mutex::default(),
             changing: Mutex::default(),
             rights,
             holds: RwLock::new(holder),
             quota: RwLock::default(),
             watcher,
         });
-        for (image, part, left) in stopped {
-            let mut blocks = BlockMap::default();
-            left.data.iter().for_each(|d| blocks.push(d));
-            site.partials.add_stopped(image, &part, left.layout, blocks);
-        }
         remove_dir(&site.links_dir());
         site.recover(whole, &mut repairs);
         site.remove_stray_hash_files();

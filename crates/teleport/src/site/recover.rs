@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use drover_index::ImageId;
 use drover_net::Code;
 use drover_storage::make_private_dir;
+use drover_store::BlockMap;
 
 use super::Site;
 use super::arrived::Arrived;
@@ -14,8 +15,8 @@ use super::watch::{SendEvent, SendStep};
 use crate::TeleportError;
 use crate::files::remove_dir;
 use crate::log::is_closed;
-use crate::partials::MAX_STOPPED;
-use crate::transfer::{Leftover, inspect, opening_of, reopen_closed, transfer_key};
+use crate::partials::{MAX_STOPPED, Partials};
+use crate::transfer::{inspect, opening_of, reopen_closed, transfer_key};
 use crate::transfers::is_removed;
 
 impl Site {
@@ -102,6 +103,7 @@ impl Site {
     fn keep_as_source(&self, arrived: &Arrived) {
         self.partials.add_stopped(
             ImageId(arrived.opening.image),
+            arrived.opening.peer,
             &arrived.part(),
             arrived.layout.clone(),
             (*arrived.blocks).clone(),
@@ -109,12 +111,13 @@ impl Site {
     }
 }
 
-/// Scans the transfers of an earlier run: the complete ones, and the newest of the resumable ones. Deletes those
-/// whose log is unreadable.
+/// Scans the transfers of an earlier run: returns the complete ones; the newest of the resumable ones, which serve as
+/// sources, are added to `partials`. Deletes those whose log is unreadable.
 pub(super) fn transfers_found(
     dir: &Path,
+    partials: &Partials,
     repairs: &mut Vec<String>,
-) -> Result<Found, TeleportError> {
+) -> Result<Vec<Arrived>, TeleportError> {
     make_private_dir(dir).map_err(TeleportError::file("create", dir))?;
     let failed = |e| TeleportError::file("list", dir)(e);
     let (mut whole, mut waiting) = (Vec::new(), Vec::new());
@@ -136,9 +139,8 @@ pub(super) fn transfers_found(
     }
     // Only a limited number serve as sources; the maps of the others need not be in memory.
     waiting.sort_by_key(|(written, _)| Reverse(*written));
-    let mut stopped = Vec::new();
-    for (_, path) in waiting {
-        let opening = match stopped.len() < MAX_STOPPED {
+    for (nth, (_, path)) in waiting.into_iter().enumerate() {
+        let opening = match nth < MAX_STOPPED {
             true => inspect(&path)?.map(|left| (left.opening.clone(), Some(left))),
             false => opening_of(&path).map(|opening| (opening, None)),
         };
@@ -151,18 +153,14 @@ pub(super) fn transfers_found(
             continue;
         };
         let path = adopt(dir, &path, &opening);
-        let part = path.join("image.part");
-        stopped.extend(left.map(|left| (ImageId(opening.image), part, left)));
+        if let Some(left) = left {
+            let (image, part) = (ImageId(opening.image), path.join("image.part"));
+            let mut blocks = BlockMap::default();
+            left.data.iter().for_each(|d| blocks.push(d));
+            partials.add_stopped(image, opening.peer, &part, left.layout, blocks);
+        }
     }
-    Ok(Found { whole, stopped })
-}
-
-/// Transfers found from an earlier run.
-pub(super) struct Found {
-    /// Transfers whose files are complete.
-    pub(super) whole: Vec<Arrived>,
-    /// Resumable transfers, which serve as sources: image ID, partial file, contents of the log.
-    pub(super) stopped: Vec<(ImageId, PathBuf, Leftover)>,
+    Ok(whole)
 }
 
 /// Renames the directory of a transfer made by an earlier version to its current name, unless that exists.

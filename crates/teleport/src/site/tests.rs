@@ -390,6 +390,7 @@ fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
         &dir,
         &sample.opening.offer,
         &sample.layout,
+        &sample.layout.encode(),
         &crate::transfer::tests::disk(),
         |_, r| {
             assert_eq!(r.missing.count(), 0);
@@ -674,11 +675,18 @@ fn a_guess_that_was_wrong_is_not_made_again() {
     std::fs::write(&part, &sample.bytes).unwrap();
     let layout = sample.layout.clone();
     site.partials
-        .add_stopped(stopped, &part, layout.clone(), blocks);
+        .add_stopped(stopped, sample.opening.peer, &part, layout.clone(), blocks);
     // Another transfer has matched the same blocks, and is receiving them.
     let transit = site
         .partials
-        .begin(coming, &part, layout, BlockMap::default(), HashMap::new())
+        .begin(
+            coming,
+            sample.opening.peer,
+            &part,
+            layout,
+            BlockMap::default(),
+            HashMap::new(),
+        )
         .unwrap();
     transit.arrived(&sample.batches[0]);
     let store = SequenceStore {

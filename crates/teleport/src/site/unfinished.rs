@@ -36,6 +36,17 @@ impl Site {
         Ok(all)
     }
 
+    /// Bytes that the transfers in progress, except the one with this key, were promised and have not taken yet.
+    pub(crate) fn promised_bytes(&self, key: &str) -> u64 {
+        let others = self.active.keys().into_iter().filter(|other| other != key);
+        let others = others.filter(|other| is_key(other));
+        let transfers = self.config.work_dir.join("transfers");
+        let looked = others.filter_map(|other| look(&transfers.join(other)));
+        looked
+            .map(|t| t.total_bytes.saturating_sub(t.room_bytes))
+            .fold(0, u64::saturating_add)
+    }
+
     fn done_blocks(&self, transfer: &Unfinished) -> Option<u64> {
         let sessions = self.sessions.lock();
         let mut of_peer = sessions.values().filter(|s| s.is_of(&transfer.sender));

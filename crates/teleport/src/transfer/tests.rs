@@ -118,6 +118,7 @@ impl Sample {
             dir,
             &self.opening.offer,
             &self.layout,
+            &self.layout.encode(),
             &disk(),
             |opening, r| {
                 assert_eq!(*opening, self.opening);
@@ -231,9 +232,16 @@ fn only_the_same_offer_resumes() {
     drop(sample.arrived(&dir));
     let offer = &sample.opening.offer;
     let resumes = |offer: &Offer| {
-        Transfer::resume(&dir, offer, &sample.layout, &disk(), |_, _| Ok(()))
-            .unwrap()
-            .is_some()
+        Transfer::resume(
+            &dir,
+            offer,
+            &sample.layout,
+            &sample.layout.encode(),
+            &disk(),
+            |_, _| Ok(()),
+        )
+        .unwrap()
+        .is_some()
     };
     let slot = offer.slot + 7;
     assert!(resumes(&Offer {
@@ -260,14 +268,15 @@ fn only_the_same_offer_resumes() {
     ];
     assert!(changed.iter().all(|o| !resumes(o)));
     // Nor a log with another layout that claims to be the same.
-    let other = Layout::in_file_order(100_000, &[0..4096, 8192..12288]);
-    let resumed = Transfer::resume(&dir, offer, &other, &disk(), |_, _| Ok(()));
+    let other = Arc::new(Layout::in_file_order(100_000, &[0..4096, 8192..12288]));
+    let resumed = Transfer::resume(&dir, offer, &other, &other.encode(), &disk(), |_, _| Ok(()));
     assert!(resumed.unwrap().is_none());
     assert!(
         Transfer::resume(
             &dir.join("none"),
             offer,
             &sample.layout,
+            &sample.layout.encode(),
             &disk(),
             |_, _| Ok(())
         )

@@ -3,10 +3,14 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use drover_core::Digest;
+use drover_image::Layout;
 use drover_mount::protocol::{
     self, Coding, MAX_MOUNT_FRAME, Reply, decode_message, encode_message,
 };
+use drover_net::{Frame, encode};
 use drover_store::lease::Access;
+use drover_teleport::protocol::{GiveUp, Offer, kind as of_transfers};
 use rustix::fs::statvfs;
 
 use super::rights::{open_as, opened};
@@ -147,6 +151,113 @@ fn a_mount_that_never_flushes_or_commits_takes_no_more_than_its_quota() {
         let listed = world.run("far", &["peers", "--json"]).ok().json();
         assert!(listed.iter().any(|peer| peer["name"] == name));
     }
+}
+
+/// Offers an image of so many blocks; returns its session, and what the site answers.
+async fn offered(peer: &Client, name: &str, blocks: u64) -> (FrameReader, FrameWriter, Frame) {
+    let session = drover_net::random_id();
+    let call = encode_call(&OpenSession { images: 1, session });
+    let (mut reader, mut writer, refusal) = opened(peer, &call).await;
+    assert_eq!(refusal, None);
+    let bytes = blocks * BLOCK;
+    let layout = Layout::in_file_order(bytes, std::slice::from_ref(&(0..bytes)));
+    let encoded = layout.encode();
+    let offer = Offer {
+        slot: 0,
+        name: ImageName::new(name).unwrap(),
+        format: "raw".into(),
+        file_bytes: bytes,
+        virtual_bytes: bytes,
+        walk_blocks: layout.walk_blocks(),
+        layout_bytes: encoded.len() as u64,
+        stamp: Digest([1; 32]),
+        dry_run: false,
+    };
+    writer
+        .send(of_transfers::OFFER, &encode(&offer))
+        .await
+        .unwrap();
+    writer.send(of_transfers::LAYOUT, &encoded).await.unwrap();
+    writer.flush().await.unwrap();
+    let frame = reader.next().await.unwrap().expect("an answer");
+    (reader, writer, frame)
+}
+
+/// Stops sending an image, and ends its session.
+async fn give_up(mut reader: FrameReader, mut writer: FrameWriter) {
+    let give_up = GiveUp {
+        message: "later".into(),
+        discard: false,
+    };
+    let give_up = encode(&give_up);
+    writer.send(of_transfers::GIVE_UP, &give_up).await.unwrap();
+    writer.send(of_transfers::GOODBYE, &[]).await.unwrap();
+    writer.flush().await.unwrap();
+    while let Ok(Some(_)) = reader.next().await {}
+}
+
+#[track_caller]
+fn has_no_space(frame: &Frame) {
+    assert_eq!(frame.kind, of_transfers::REFUSE);
+    let refusal: Refusal = decode(&frame.payload).unwrap();
+    assert_eq!(refusal.code, Code::NoSpace, "{refusal}");
+}
+
+#[test]
+fn transfers_that_were_only_begun_count_as_what_they_were_promised() {
+    let world = World::new();
+    let _site = world.serve("far", &[]);
+    let peer = tenant(&world, "tenant", &["--quota", "1M"]);
+    run(async {
+        // Nothing of it is sent.
+        let (reader, writer, frame) = offered(&peer, "a.img", 200).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+        has_no_space(&offered(&peer, "b.img", 200).await.2);
+        give_up(reader, writer).await;
+        has_no_space(&offered(&peer, "b.img", 200).await.2);
+        let (.., frame) = offered(&peer, "c.img", 50).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+        // A smaller quota is for what was begun before, too.
+        world
+            .run("far", &["peers", "set", "tenant", "--quota", "900K"])
+            .ok();
+        has_no_space(&offered(&peer, "a.img", 200).await.2);
+        // It may be removed, by its sender.
+        let mut listed = Vec::new();
+        let more = |some| listed.extend(some);
+        let call = service::call(peer.connect().await, &ListTransfers, more);
+        call.await.unwrap();
+        let a = listed.into_iter().find(|t| t.name == "a.img").unwrap();
+        let key = a.key;
+        peer.ask(&RemoveTransfer { key }).await.unwrap();
+        let (.., frame) = offered(&peer, "b.img", 150).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+    });
+}
+
+/// What one was promised is not free for another.
+#[test]
+fn transfers_under_way_are_not_promised_the_same_space() {
+    let Some(small) = Small::new("transfers_under_way_are_not_promised_the_same_space") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    fs::write(small.home.join("config.toml"), "reserve = \"32MiB\"\n").unwrap();
+    let _site = small.world.serve("far", &[]);
+    let peers = ["one", "two"].map(|name| tenant(&small.world, name, &[]));
+    let blocks = (30 << 20) / BLOCK;
+    run(async {
+        let (reader, writer, frame) = offered(&peers[0], "a.img", blocks).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+        has_no_space(&offered(&peers[1], "b.img", blocks).await.2);
+        let (.., frame) = offered(&peers[1], "c.img", blocks / 10).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+        // It has stopped: when it is resumed, the space is asked for again.
+        give_up(reader, writer).await;
+        let (_other, _writer, frame) = offered(&peers[1], "b.img", blocks).await;
+        assert_eq!(frame.kind, of_transfers::ACCEPT);
+        has_no_space(&offered(&peers[0], "a.img", blocks).await.2);
+    });
 }
 
 #[test]

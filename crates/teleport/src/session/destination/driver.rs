@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
-use drover_core::Digest;
+use drover_core::{BLOCK_SIZE_U64, Digest};
 use drover_index::{Plan, SequenceStore};
 use drover_net::Frame;
 use drover_store::DataBits;
@@ -16,7 +16,7 @@ use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, check_room};
 use super::reuse::{self, Job, Work};
 use super::waits;
 use crate::TeleportError;
@@ -381,6 +381,12 @@ impl Driver<'_> {
         let Some(batch) = open.map(|o| o.batch.clone()) else {
             return Ok(());
         };
+        let there = kept.as_ref().map_or(0, DataBits::count);
+        let takes = batch.data.count().saturating_sub(there) * BLOCK_SIZE_U64;
+        if takes > 0 && !self.site.has_room(takes) {
+            // Others may have taken what there was when the image was admitted.
+            check_room(self.site, takes, 0)?;
+        }
         self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
         self.lap.busy(&self.prepared.incoming.stages.log);

@@ -294,8 +294,7 @@ impl Session {
             layout.extend_from_slice(&frame.payload);
         }
         let decoded = match Layout::decoding_bytes(&layout, layout_limits()) {
-            // An earlier session may have left another layout, which is decoded, too.
-            Ok(bytes) if !offer.dry_run => Some(self.layout_memory(bytes + bytes / 2).await?),
+            Ok(bytes) if !offer.dry_run => Some(self.layout_memory(bytes).await?),
             // It is not decoded, or refused with a reason when it is.
             _ => None,
         };

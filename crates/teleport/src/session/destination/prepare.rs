@@ -2,13 +2,15 @@
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use drover_core::BLOCK_SIZE_U64;
 use drover_image::{Format, Layout};
 use drover_index::{ImageId, Plan};
-use drover_net::Code;
+use drover_net::{Code, PeerKey};
 use drover_store::{DataBits, layout_limits};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{mpsc, watch};
@@ -105,7 +107,6 @@ pub fn prepare(
     let layout = Layout::decode(encoded_layout, layout_limits())
         .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
     check(site, &offer, &layout)?;
-    site.check_owners_quota(&shared.peer, &offer.name, layout.covered_bytes())?;
     let SessionShared {
         peer,
         peer_name,
@@ -139,11 +140,19 @@ pub fn prepare(
         MatchThread::start(site, image, events.clone(), stages.clone())
             .map_err(TeleportError::file("start a thread for", &dir))
     };
+    let layout = Arc::new(layout);
+    let admit = || admit(site, peer, &offer, &dir, &key);
+    let older = opening_of(&dir);
+    if older.is_some() {
+        // Before its data is read again: a quota may be smaller and a disk fuller by now.
+        admit()?;
+    }
     let mut lap = Lap::start();
     let resumed = Transfer::resume(
         &dir,
         &offer,
         &layout,
+        encoded_layout,
         &site.config.disk,
         |opening, restored| {
             let Restored {
@@ -183,12 +192,9 @@ pub fn prepare(
     let transfer = match resumed {
         Some(transfer) => transfer,
         None => {
-            let older = opening_of(&dir);
-            let part = std::fs::metadata(dir.join("image.part")).ok();
-            let there = part.as_ref().map_or(0, |m| m.blocks() * 512);
-            let more = layout.covered_bytes().saturating_sub(there);
-            site.check_quota(peer, &offer.name, more)?;
-            check_room(site, more)?;
+            // Until its log says what it was promised, no other is admitted.
+            let _admitting = site.admitting.lock();
+            admit()?;
             let image = site
                 .catalog
                 .new_image_id()
@@ -199,11 +205,10 @@ pub fn prepare(
                 offer,
                 image: image.0,
             };
-            let layout = Arc::new(layout);
             if let Some(older) = older {
                 site.forget_partial(ImageId(older.image));
             }
-            if part.is_some() {
+            if dir.join("image.part").exists() {
                 Transfer::replace(&dir, opening, layout, encoded_layout, &site.config.disk)?
             } else {
                 remove_dir(&dir);
@@ -218,6 +223,7 @@ pub fn prepare(
     };
     let transit = site.partials.begin(
         image,
+        *peer,
         &transfer.part_path(),
         transfer.layout.clone(),
         machine.map().clone(),
@@ -261,10 +267,30 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
     site.check_held(&offer.name, "it")
 }
 
-fn check_room(site: &Site, bytes: u64) -> Result<(), TeleportError> {
+/// Fails unless there is space for the image: of the peer's quota, of the owner's that the image will belong to, and of the
+/// disk.
+fn admit(
+    site: &Site,
+    peer: &PeerKey,
+    offer: &Offer,
+    dir: &Path,
+    key: &str,
+) -> Result<(), TeleportError> {
+    // What it takes once it is there: a byte takes a block.
+    let size = offer.walk_blocks.saturating_mul(BLOCK_SIZE_U64);
+    site.check_quota(peer, &offer.name, size)?;
+    site.check_owners_quota(peer, &offer.name, size)?;
+    let part = std::fs::metadata(dir.join("image.part"));
+    let there = part.map_or(0, |part| part.blocks() * 512);
+    check_room(site, size.saturating_sub(there), site.promised_bytes(key))
+}
+
+/// Fails unless the disk has so much space beside what it keeps free and what was promised to others.
+pub fn check_room(site: &Site, bytes: u64, promised: u64) -> Result<(), TeleportError> {
     // Cached data gives way to the incoming image.
-    site.make_room(bytes);
-    match site.free_bytes() {
+    site.make_room(bytes.saturating_add(promised));
+    let free = site.free_bytes();
+    match free.map(|free| free.saturating_sub(promised)) {
         Some(free) if free < bytes => Err(TeleportError::refused(
             Code::NoSpace,
             format!(

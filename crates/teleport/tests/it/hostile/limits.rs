@@ -118,7 +118,7 @@ async fn layouts_are_decoded_only_while_there_is_memory_for_them() {
     let large = Layout::in_file_order(4096 << 20, &runs);
     let encoded = large.encode();
     assert!(encoded.len() < 1000);
-    let needed = Layout::decoding_bytes(&encoded, layout_limits()).unwrap() * 3 / 2;
+    let needed = Layout::decoding_bytes(&encoded, layout_limits()).unwrap();
     let mut sessions = Vec::new();
     for peer in 0..4 {
         let identity = Identity::generate();
