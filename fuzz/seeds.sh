@@ -38,6 +38,9 @@ seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
 # A header without a caller's, and a frame of one record.
 seed chunk_log frame "DRVRCLG\\0\\1$(zeros 23)CLfr\\1\\0\\0\\0\\1$(zeros 47)"
+# A disk of four chunks in its second generation, two of them written; the map of one of 300 MiB, in its first.
+seed generations summary "\\0\\1$(zeros 16)\\0\\0\\100$(zeros 13)\\24\\1\\2abcdefghABCDEFGH\\2\\0\\1\\1\\1\\2$(zeros 4)"
+seed generations map "\\1DRVRCLG\\0\\1\\0\\0\\0\\30$(zeros 27)\\0\\0\\300\\22$(zeros 12)CLfr\\1\\0\\0\\0\\1$(zeros 23)\\1$(zeros 19)\\341\\0\\0\\0"
 # option NUMBER LENGTH DATA, request COMMAND FLAGS OFFSET LENGTH, as an NBD client sends them.
 option() { printf 'IHAVEOPT\\0\\0\\0\\%s\\0\\0\\0\\%s%s' "$1" "$2" "${3-}"; }
 request() { printf '\\45\\140\\225\\23\\0\\%s\\0\\%sabcdefgh\\0\\0\\0\\0\\0\\0\\%s\\0\\0\\0\\%s\\0' "$2" "$1" "$3" "$4"; }

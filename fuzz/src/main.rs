@@ -8,6 +8,7 @@ mod calls;
 mod chunk_log;
 mod control_messages;
 mod directory_device;
+mod generations;
 mod image_map;
 mod image_open;
 mod index_bits;
@@ -39,6 +40,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("chunk_log", chunk_log::run),
     ("control_messages", control_messages::run),
     ("directory_device", directory_device::run),
+    ("generations", generations::run),
     ("image_map", image_map::run),
     ("image_open", image_open::run),
     ("index_bits", index_bits::run),

@@ -5,7 +5,8 @@
 //! - [`Grant`]: what a peer may do; [`domain`]: the names of domains.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
-//! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`machine`]: which site may run a machine; [`changes`]: what mounts wrote
+//! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`machine`]: which site may run a machine; [`generations`]: when
+//!   each chunk of a disk was last written; [`changes`]: what mounts wrote
 //!   over images; [`space`]: disk usage.
 //!
 //! What must not live here: how an image gets from one site to another (`teleport`), how a device is served (`mount`),
@@ -32,6 +33,7 @@ pub mod domain;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+pub mod generations;
 mod grant;
 mod imagemap;
 mod images;
