@@ -21,7 +21,7 @@ mod nodes;
 
 pub use bitmaps::{Action, Bitmap};
 pub use disks::{Data, Disk, Medium, parse_data, parse_disks};
-pub use exports::Export;
+pub use exports::{Export, IOTHREAD_VERSION};
 pub use migration::{
     Capability, Channel, MIN_VERSION, MigrationInfo, MigrationParameters, MigrationStatus, RamInfo,
     TCG_VERSION,

@@ -10,31 +10,33 @@
 //! end      nothing of it is left in QEMU
 //! ```
 //!
+//! [`Rounds::begin_held`] offers the disks as of the first moment too, while the machine writes on: what reads them for
+//! long, or more than once, as a teleport, sees one state.
+//!
 //! A drover that dies leaves it all in QEMU; the next one goes on with [`Rounds::resume`], or cleans up with [`clear`].
 //! Whoever reads needs an NBD client: nothing here does.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io;
-use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
-use drover_storage::make_private_dir;
-use rustix::process::geteuid;
 
-use crate::error::{HypervisorError, plain};
+use crate::error::HypervisorError;
 use crate::machine::{Action, Export, Machine, Medium};
 
+mod held;
 mod left;
 mod names;
+mod server;
 
+pub use held::{COPY_TIMEOUT, MIN_HELD_VERSION};
 pub use left::clear;
 pub use names::MAX_NAME;
 
-use left::{BUSY, delete_exports, socket_in, stop_serving};
+use held::Moment;
+use left::BUSY;
 use names::Names;
+use server::{delete_exports, socket_in, start_serving, stop_serving};
 
 /// Disks of one machine at most.
 pub const MAX_DISKS: usize = 64;
@@ -66,6 +68,8 @@ pub struct Rounds {
     open: bool,
     /// Whether the next ones may record already: QEMU was asked, and has not said.
     unsure: bool,
+    /// Whether the state of the disks when it began is held.
+    held: bool,
 }
 
 impl Rounds {
@@ -85,9 +89,40 @@ impl Rounds {
         directory: &Path,
         granularity: u32,
     ) -> Result<Rounds, HypervisorError> {
+        Self::start(machine, name, nodes, directory, granularity, None).await
+    }
+
+    /// As [`Self::begin`], and holds the disks as of the moment from which on is recorded: see [`Self::held`].
+    ///
+    /// What the machine overwrites is copied to files without a name in the directory `scratch`, up to all of the disks,
+    /// which slows each first write to 64 KiB down. QEMU needs no right to the directory. When a copy fails, since there is no
+    /// space or it takes longer than [`COPY_TIMEOUT`], the held state ends, and the machine goes on. With several disks a
+    /// running machine is paused for milliseconds.
+    ///
+    /// # Errors
+    /// Those of [`Self::begin`]; [`HypervisorError::Unsupported`] for a QEMU older than [`MIN_HELD_VERSION`].
+    pub async fn begin_held(
+        machine: &Machine,
+        name: &str,
+        nodes: &[&str],
+        directory: &Path,
+        granularity: u32,
+        scratch: &Path,
+    ) -> Result<Rounds, HypervisorError> {
+        Self::start(machine, name, nodes, directory, granularity, Some(scratch)).await
+    }
+
+    async fn start(
+        machine: &Machine,
+        name: &str,
+        nodes: &[&str],
+        directory: &Path,
+        granularity: u32,
+        scratch: Option<&Path>,
+    ) -> Result<Rounds, HypervisorError> {
         clear(machine, name, directory).await?;
-        let rounds = Rounds::new(machine, name, nodes, directory, granularity, 1)?;
-        match rounds.set_up().await {
+        let mut rounds = Rounds::new(machine, name, nodes, directory, granularity, 1)?;
+        match rounds.set_up(scratch).await {
             Ok(()) => Ok(rounds),
             Err(e) => {
                 let _ = clear(machine, name, directory).await;
@@ -96,20 +131,37 @@ impl Rounds {
         }
     }
 
-    async fn set_up(&self) -> Result<(), HypervisorError> {
-        self.media().await?;
+    async fn set_up(&mut self, scratch: Option<&Path>) -> Result<(), HypervisorError> {
+        let media = self.media().await?;
         let bitmap = self.names.bitmap(self.current);
-        let add: Vec<Action<'_>> = self
-            .nodes
-            .iter()
-            .map(|node| self.add(node, &bitmap))
-            .collect();
-        self.machine.transaction(&add).await?;
+        let Some(scratch) = scratch else {
+            let add = self.nodes.iter().map(|node| self.add(node, &bitmap));
+            self.machine.transaction(&add.collect::<Vec<_>>()).await?;
+            return self.serve().await;
+        };
+        held::prepare(&self.machine, &self.names, &media, scratch).await?;
+        let moment = Moment {
+            machine: self.machine.clone(),
+            names: self.names.clone(),
+            nodes: self.nodes.clone(),
+            devices: self.devices().await?,
+            bitmap,
+            granularity: self.granularity,
+        };
+        // It has its end also when this future is dropped: the machine is paused meanwhile.
+        let taken = tokio::spawn(moment.take()).await;
+        taken.map_err(|_| HypervisorError::Closed {
+            socket: self.machine.socket().to_owned(),
+            reason: "this program is ending".into(),
+        })??;
+        held::show(&self.machine, &self.names, self.nodes.len()).await?;
+        self.held = true;
         self.serve().await
     }
 
     /// Goes on with the series of this name that another drover began on these nodes, or `None` when it cannot: since then
-    /// something was written that was not recorded. What was not confirmed is in the next round.
+    /// something was written that was not recorded. What was not confirmed is in the next round. Disks whose state was held
+    /// still are. Whether all of the disks was copied before, is for the caller to know.
     ///
     /// # Errors
     /// Those of [`Self::begin`].
@@ -121,6 +173,7 @@ impl Rounds {
         granularity: u32,
     ) -> Result<Option<Rounds>, HypervisorError> {
         let mut rounds = Rounds::new(machine, name, nodes, directory, granularity, 0)?;
+        held::unpause(machine, &rounds.names).await?;
         let mut known: Vec<BTreeMap<u64, bool>> = Vec::new();
         for medium in rounds.media().await? {
             let numbered = medium.bitmaps.iter().filter_map(|bitmap| {
@@ -137,6 +190,11 @@ impl Rounds {
         }
         rounds.current = current;
         rounds.stop_serving().await?;
+        let media = rounds.media().await?;
+        rounds.held = held::is_held(machine, &rounds.names, &media).await?;
+        if !rounds.held {
+            held::remove(machine, &rounds.names).await?;
+        }
         for (node, of) in rounds.nodes.iter().zip(&known) {
             for number in of.keys().filter(|number| **number != current) {
                 rounds.fold(&[node], *number).await?;
@@ -167,6 +225,7 @@ impl Rounds {
             current,
             open: false,
             unsure: false,
+            held: false,
         })
     }
 
@@ -182,6 +241,37 @@ impl Rounds {
             bytes: medium.size,
         });
         Ok(views.collect())
+    }
+
+    /// The disks as they were when this began, in the order of the nodes; `None` when that is not held (any more). Reads
+    /// are refused when it ended by itself: what was read before is good.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn held(&self) -> Result<Option<Vec<View>>, HypervisorError> {
+        if !self.held {
+            return Ok(None);
+        }
+        let media = self.media().await?;
+        let views = media.iter().enumerate().map(|(index, medium)| View {
+            address: self.address(self.names.held(index)),
+            context: None,
+            bytes: medium.size,
+        });
+        Ok(Some(views.collect()))
+    }
+
+    /// Ends what [`Self::begin_held`] holds, when it has been read, or could not be: writes are no longer slowed down. The
+    /// rounds go on.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run): call it again.
+    pub async fn release_held(&mut self) -> Result<(), HypervisorError> {
+        let names = &self.names;
+        delete_exports(&self.machine, |id| names.is_held(id)).await?;
+        held::remove(&self.machine, names).await?;
+        self.held = false;
+        Ok(())
     }
 
     /// Bytes that a round would have now, of each disk.
@@ -240,7 +330,7 @@ impl Rounds {
         if !self.open {
             return Ok(());
         }
-        self.delete_exports(|number| number != 0).await?;
+        self.delete_rounds().await?;
         // From here on what is left of it is only removed.
         self.open = false;
         let old = self.names.bitmap(self.current - 1);
@@ -276,7 +366,7 @@ impl Rounds {
 
     /// What the newest round has goes back into what is recorded.
     async fn take_back(&mut self) -> Result<(), HypervisorError> {
-        self.delete_exports(|number| number != 0).await?;
+        self.delete_rounds().await?;
         let nodes: Vec<&String> = self.nodes.iter().collect();
         self.fold(&nodes, self.current - 1).await?;
         self.open = false;
@@ -286,26 +376,21 @@ impl Rounds {
     /// Merges an old bitmap of these nodes into the current one, and removes it.
     async fn fold(&self, nodes: &[&String], number: u64) -> Result<(), HypervisorError> {
         let (old, new) = (self.names.bitmap(number), self.names.bitmap(self.current));
-        let media = self
-            .machine
-            .disks()
-            .await?
-            .into_iter()
-            .filter_map(|disk| disk.medium);
         // Where this was cut short, the first ones are done.
-        let left: Vec<String> = media
+        let left = self.media().await?;
+        let left = left
+            .iter()
             .filter(|medium| nodes.contains(&&medium.node))
             .filter(|medium| medium.bitmaps.iter().any(|bitmap| bitmap.name == old))
-            .map(|medium| medium.node)
-            .collect();
+            .map(|medium| &medium.node);
         for node in left {
             let merge = Action::MergeBitmap {
-                node: &node,
+                node,
                 into: &new,
                 from: &old,
             };
             self.machine.transaction(&[merge]).await?;
-            self.machine.remove_bitmap(&node, &old, BUSY).await?;
+            self.machine.remove_bitmap(node, &old, BUSY).await?;
         }
         Ok(())
     }
@@ -327,17 +412,35 @@ impl Rounds {
 
     /// What is on the nodes, in their order.
     async fn media(&self) -> Result<Vec<Medium>, HypervisorError> {
-        let disks = self.machine.disks().await?;
-        let mut media: BTreeMap<String, Medium> = disks
+        let used = held::used(&self.machine.disks().await?);
+        let nodes = self.machine.nodes().await?;
+        let mut nodes: BTreeMap<String, Medium> = nodes
             .into_iter()
-            .filter_map(|disk| disk.medium)
             .map(|medium| (medium.node.clone(), medium))
             .collect();
-        let find = |node: &String| {
+        let find = |(index, node): (usize, &String)| {
+            // One that no disk uses any more may miss what is written.
+            let in_use = used.contains(node) || used.contains(&self.names.filter(index));
             let missing = || format!("has no disk on block node {node}");
-            media
+            nodes
                 .remove(node)
+                .filter(|_| in_use)
                 .ok_or_else(|| self.machine.qmp().unsupported(&missing()))
+        };
+        self.nodes.iter().enumerate().map(find).collect()
+    }
+
+    /// The devices that use the nodes, in their order.
+    async fn devices(&self) -> Result<Vec<String>, HypervisorError> {
+        let disks = self.machine.disks().await?;
+        let find = |node: &String| {
+            let uses = |medium: &Medium| medium.node == *node;
+            let disk = disks
+                .iter()
+                .find(|disk| disk.medium.as_ref().is_some_and(uses));
+            let path = disk.and_then(|disk| disk.path.clone());
+            let missing = || format!("has no device on block node {node}");
+            path.ok_or_else(|| self.machine.qmp().unsupported(&missing()))
         };
         self.nodes.iter().map(find).collect()
     }
@@ -357,28 +460,13 @@ impl Rounds {
 
     /// Starts the server, on a socket that only the owner of the directory can reach, and exports the whole disks.
     async fn serve(&self) -> Result<(), HypervisorError> {
-        let local = |e: io::Error| HypervisorError::Local {
-            path: self.socket.display().to_string(),
-            reason: plain(&e),
-        };
-        let directory = self.socket.parent().unwrap_or(&self.socket);
-        make_private_dir(directory).map_err(local)?;
-        let found = fs::metadata(directory).map_err(local)?;
-        if found.uid() != geteuid().as_raw() || found.mode() & 0o077 != 0 {
-            return Err(HypervisorError::Local {
-                path: directory.display().to_string(),
-                reason: "other users can enter this directory: name one of your own, of mode 0700"
-                    .into(),
-            });
-        }
-        let listener = UnixListener::bind(&self.socket).map_err(local)?;
-        let started = self.machine.start_nbd_server(listener).await;
-        if let Err(e) = started {
-            let _ = fs::remove_file(&self.socket);
-            return Err(e);
-        }
+        start_serving(&self.machine, &self.socket).await?;
         for (index, node) in self.nodes.iter().enumerate() {
             self.export(&self.names.export(0, index), node, &[]).await?;
+            if self.held {
+                let held = self.names.held(index);
+                self.export(&held, &held, &[]).await?;
+            }
         }
         Ok(())
     }
@@ -393,10 +481,10 @@ impl Rounds {
         self.machine.add_export(&export).await
     }
 
-    async fn delete_exports(&self, which: impl Fn(u64) -> bool) -> Result<(), HypervisorError> {
-        delete_exports(&self.machine, &self.names, which)
-            .await
-            .map(|_| ())
+    /// Ends the exports of rounds; those of whole disks stay.
+    async fn delete_rounds(&self) -> Result<(), HypervisorError> {
+        let of_round = |id: &str| self.names.number_of_export(id).is_some_and(|n| n != 0);
+        delete_exports(&self.machine, of_round).await.map(|_| ())
     }
 
     async fn stop_serving(&self) -> Result<(), HypervisorError> {

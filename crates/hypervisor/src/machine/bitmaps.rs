@@ -42,6 +42,13 @@ pub enum Action<'a> {
         /// Bytes for each bit: a power of two, at least 512.
         granularity: u32,
     },
+    /// A new bitmap that records nothing: its name says something.
+    AddMark {
+        /// Of this block node.
+        node: &'a str,
+        /// Its name.
+        name: &'a str,
+    },
     /// A bitmap that records no longer.
     DisableBitmap {
         /// Of this block node.
@@ -70,6 +77,10 @@ impl Action<'_> {
             } => (
                 "block-dirty-bitmap-add",
                 json!({"node": node, "name": name, "granularity": granularity}),
+            ),
+            Action::AddMark { node, name } => (
+                "block-dirty-bitmap-add",
+                json!({"node": node, "name": name, "disabled": true}),
             ),
             Action::DisableBitmap { node, name } => (
                 "block-dirty-bitmap-disable",
@@ -129,20 +140,15 @@ impl Machine {
         }
     }
 
-    /// The bitmaps of a block node that belongs to a disk.
+    /// The bitmaps of a block node.
     ///
     /// # Errors
-    /// Those of [`Qmp::run`](crate::qmp::Qmp::run); [`HypervisorError::Unsupported`] when no disk has the node.
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run); [`HypervisorError::Unsupported`] when there is no such node.
     pub async fn bitmaps(&self, node: &str) -> Result<Vec<Bitmap>, HypervisorError> {
-        let media = self
-            .disks()
-            .await?
-            .into_iter()
-            .filter_map(|disk| disk.medium);
-        let found = media.into_iter().find(|medium| medium.node == node);
-        found.map(|medium| medium.bitmaps).ok_or_else(|| {
-            self.qmp
-                .unsupported(&format!("has no disk on block node {node}"))
-        })
+        let nodes = self.nodes().await?;
+        let found = nodes.into_iter().find(|medium| medium.node == node);
+        found
+            .map(|medium| medium.bitmaps)
+            .ok_or_else(|| self.qmp.unsupported(&format!("has no block node {node}")))
     }
 }

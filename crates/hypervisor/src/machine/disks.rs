@@ -14,16 +14,18 @@ use crate::error::{HypervisorError, one_line};
 pub struct Disk {
     /// The device's name: its `id`, or what QEMU calls it.
     pub name: String,
+    /// The path of the device among QEMU's objects, for [`Machine::set_disk_node`].
+    pub path: Option<String>,
     /// Whether it is a drive whose medium can be changed.
     pub removable: bool,
     /// What is in it: `None` for an empty drive.
     pub medium: Option<Medium>,
 }
 
-/// What a disk's bytes are.
+/// What a disk's bytes are, or a block node's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Medium {
-    /// The block node that the device uses, for commands about bitmaps and exports.
+    /// The block node, the one that the device uses, for commands about bitmaps and exports.
     pub node: String,
     /// The node's driver: a format, as `raw` or `qcow2`, or a filter.
     pub format: String,
@@ -98,6 +100,16 @@ impl Machine {
             reason,
         })
     }
+
+    /// All block nodes, those that no disk uses included.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn nodes(&self) -> Result<Vec<Medium>, HypervisorError> {
+        let ask = json!({"flat": true});
+        let wire: Vec<WireMedium> = self.qmp.execute("query-named-block-nodes", ask).await?;
+        Ok(wire.into_iter().map(WireMedium::medium).collect())
+    }
 }
 
 /// The disks of an answer to `query-block`, or what is wrong with it.
@@ -117,9 +129,18 @@ impl WireDisk {
         };
         Disk {
             name: one_line(name),
+            path: self.qdev.as_deref().map(object_path),
             removable: self.removable,
             medium: self.inserted.map(WireMedium::medium),
         }
+    }
+}
+
+/// Some devices are listed by their `id` only.
+fn object_path(device: &str) -> String {
+    match device.starts_with('/') {
+        true => device.to_owned(),
+        false => format!("/machine/peripheral/{device}"),
     }
 }
 
@@ -284,6 +305,9 @@ mod tests {
             ("#block354", 8192)
         );
         assert_eq!((disks[1].name.as_str(), &disks[1].medium), ("cd", &None));
+        let path = disks[0].path.as_deref().unwrap();
+        assert_eq!(path, "/machine/peripheral-anon/device[0]/virtio-backend");
+        assert_eq!(object_path("sd0"), "/machine/peripheral/sd0");
         assert!(
             parse_disks(json!([{"device": 3}]))
                 .unwrap_err()

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Machine;
 use crate::error::HypervisorError;
-use crate::qmp::Command;
+use crate::qmp::{Command, Version};
 
 /// A block node that QEMU's NBD server offers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +26,14 @@ pub struct Export<'a> {
 /// The name of the NBD server's socket while it is handed over.
 const NBD_LISTENER: &str = "drover-nbd";
 
+/// The oldest QEMU whose NBD server exports disks that an iothread serves: the ones before are aborted by a client that
+/// leaves (`nbd_blockdev_client_closed`), and the machine with them.
+pub const IOTHREAD_VERSION: Version = Version {
+    major: 9,
+    minor: 0,
+    micro: 0,
+};
+
 /// How long an export may take to let its clients go.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -34,11 +42,22 @@ impl Machine {
     /// right to the directory.
     ///
     /// # Errors
-    /// Those of [`Qmp::run`](crate::qmp::Qmp::run): refused when it has one already.
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run): refused when it has one already. [`HypervisorError::Unsupported`] for
+    /// a machine with iothreads and a QEMU older than [`IOTHREAD_VERSION`].
     pub async fn start_nbd_server(
         &self,
         listener: impl Into<OwnedFd>,
     ) -> Result<(), HypervisorError> {
+        if self.version() < IOTHREAD_VERSION {
+            let threads: Vec<Value> = self.qmp.execute("query-iothreads", json!({})).await?;
+            if !threads.is_empty() {
+                let reason = format!(
+                    "has version {} and iothreads: reading its disks can abort it; use {IOTHREAD_VERSION}, or no iothreads",
+                    self.version()
+                );
+                return Err(self.qmp.unsupported(&reason));
+            }
+        }
         self.pass_descriptor(NBD_LISTENER, listener).await?;
         let address = json!({"addr": {"type": "fd", "data": {"str": NBD_LISTENER}}});
         let started = self.qmp.order("nbd-server-start", address).await;

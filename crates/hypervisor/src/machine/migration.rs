@@ -26,7 +26,7 @@ pub const MIN_VERSION: Version = Version {
 };
 
 /// The oldest QEMU that moves a machine without KVM and loses nothing. The ones before leave a page's fast path open
-/// (`cpu_physical_memory_sync_dirty_bitmap`, fixed in 2024), but in a block of memory that is not whole [`TCG_UNIT`]s.
+/// (`cpu_physical_memory_sync_dirty_bitmap`, fixed in 2024), but in a block of memory that is not whole units of 256 KiB.
 pub const TCG_VERSION: Version = Version {
     major: 9,
     minor: 0,

@@ -1,13 +1,13 @@
-//! How bitmaps and exports of a series of rounds are told from all others.
+//! How what a series of rounds makes in QEMU is told from all else there.
 
 use crate::error::HypervisorError;
 use crate::machine::Machine;
 
-/// The longest name of a series of rounds, in bytes.
-pub const MAX_NAME: usize = 64;
+/// The longest name of a series of rounds, in bytes: it is part of names of block nodes, which have 31 at most.
+pub const MAX_NAME: usize = 20;
 
-/// What bitmaps and exports of a series are called, so that they are told from all others.
-#[derive(Debug)]
+/// What bitmaps, exports and block nodes of a series are called.
+#[derive(Debug, Clone)]
 pub struct Names {
     name: String,
 }
@@ -36,8 +36,13 @@ impl Names {
     }
 
     pub fn number_of(&self, bitmap: &str) -> Option<u64> {
-        let rest = bitmap.strip_prefix("drover-")?.strip_prefix(&self.name)?;
-        rest.strip_prefix('-')?.parse().ok()
+        number(self.rest(bitmap)?)
+    }
+
+    /// What follows the series' name.
+    fn rest<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let rest = name.strip_prefix("drover-")?.strip_prefix(&self.name)?;
+        rest.strip_prefix('-')
     }
 
     /// Of a disk in a round; round 0 is the whole disk.
@@ -47,9 +52,62 @@ impl Names {
 
     pub fn number_of_export(&self, export: &str) -> Option<u64> {
         let (bitmap, index) = export.rsplit_once('-')?;
-        index.parse::<usize>().ok()?;
+        number(index)?;
         self.number_of(bitmap)
     }
+
+    /// Whether an export is of this series.
+    pub fn is_export(&self, id: &str) -> bool {
+        self.number_of_export(id).is_some() || self.is_held(id)
+    }
+
+    /// Whether a bitmap is of this series.
+    pub fn is_bitmap(&self, name: &str) -> bool {
+        self.number_of(name).is_some() || self.is_filter(name) || name == self.paused()
+    }
+
+    /// The bitmap that says that the machine was paused by us.
+    pub fn paused(&self) -> String {
+        format!("drover-{}-paused", self.name)
+    }
+
+    /// The node that copies aside what is overwritten, between a disk and its node; the latter has a bitmap of that name.
+    pub fn filter(&self, index: usize) -> String {
+        format!("drover-{}-f{index}", self.name)
+    }
+
+    /// The node for those copies.
+    pub fn scratch(&self, index: usize) -> String {
+        format!("drover-{}-s{index}", self.name)
+    }
+
+    /// The node and the export of the disk as it was.
+    pub fn held(&self, index: usize) -> String {
+        format!("drover-{}-h{index}", self.name)
+    }
+
+    pub fn is_filter(&self, name: &str) -> bool {
+        self.is_kind(name, 'f')
+    }
+
+    pub fn is_scratch(&self, name: &str) -> bool {
+        self.is_kind(name, 's')
+    }
+
+    pub fn is_held(&self, name: &str) -> bool {
+        self.is_kind(name, 'h')
+    }
+
+    fn is_kind(&self, name: &str, kind: char) -> bool {
+        let index = self.rest(name).and_then(|rest| rest.strip_prefix(kind));
+        index.and_then(number).is_some()
+    }
+}
+
+/// Digits only: what begins with a sign is not ours.
+fn number(text: &str) -> Option<u64> {
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|_| digits)
 }
 
 #[cfg(test)]
@@ -72,12 +130,38 @@ mod tests {
             "drover-web-x",
             "backup-7",
             "drover-web-7-",
+            "drover-web-+7",
+            "drover-web-f7",
+            "drover-web-paused",
         ] {
             assert_eq!(
                 (web.number_of(other), web.number_of_export(other)),
                 (None, None),
                 "{other}"
             );
+        }
+    }
+
+    #[test]
+    fn names_of_nodes_fit_and_say_what_they_are() {
+        let longest = Names {
+            name: "n".repeat(MAX_NAME),
+        };
+        let last = super::super::MAX_DISKS - 1;
+        let [filter, scratch, held] = [
+            longest.filter(last),
+            longest.scratch(last),
+            longest.held(last),
+        ];
+        for name in [&filter, &scratch, &held] {
+            assert!(name.len() <= 31, "{name}");
+            let kinds = [
+                longest.is_filter(name),
+                longest.is_scratch(name),
+                longest.is_held(name),
+            ];
+            let wanted = [name == &filter, name == &scratch, name == &held];
+            assert_eq!(kinds, wanted);
         }
     }
 }

@@ -5,12 +5,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 
 use drover_hypervisor::Rounds;
-use drover_hypervisor::machine::{Channel, Export, Machine, Node};
+use drover_hypervisor::machine::{Channel, Export, IOTHREAD_VERSION, Machine, Node};
 use drover_hypervisor::rounds::{View, clear};
 use drover_hypervisor::testing::{Guest, Launch, Qemu, program};
-use serde_json::json;
 
-use crate::util::{Pair, copy, raw, wait_event};
+use crate::util::{Pair, copy, drive, equal, raw, wait_event, write};
 
 const SIZE: u64 = 1 << 20;
 
@@ -18,11 +17,7 @@ const SIZE: u64 = 1 << 20;
 async fn two_disks(directory: &std::path::Path) -> (Qemu, Machine, Vec<String>) {
     let mut launch = Launch::new().with("-S");
     for name in ["a.raw", "b.raw"] {
-        let image = raw(directory, name, SIZE);
-        launch = launch.with(&format!(
-            "-drive file={},format=raw,if=virtio",
-            image.display()
-        ));
+        launch = drive(launch, &raw(directory, name, SIZE));
     }
     let mut qemu = launch.start(directory, "web");
     let machine = qemu.machine().await;
@@ -34,20 +29,6 @@ async fn two_disks(directory: &std::path::Path) -> (Qemu, Machine, Vec<String>) 
     (qemu, machine, nodes)
 }
 
-/// Writes 4096 bytes to a block.
-async fn write(machine: &Machine, disk: usize, block: u64, byte: u8) {
-    let line = format!(
-        "qemu-io virtio{disk} \"write -P {byte} {} 4096\"",
-        block * 4096
-    );
-    let command = json!({"command-line": line});
-    machine
-        .qmp()
-        .order("human-monitor-command", command)
-        .await
-        .unwrap();
-}
-
 async fn copy_all(views: &[View], directory: &std::path::Path) -> Vec<u64> {
     let mut copied = Vec::new();
     for (view, name) in views.iter().zip(["a.copy", "b.copy"]) {
@@ -56,13 +37,6 @@ async fn copy_all(views: &[View], directory: &std::path::Path) -> Vec<u64> {
         copied.push(count);
     }
     copied
-}
-
-fn equal(directory: &std::path::Path) {
-    for (name, other) in [("a.raw", "a.copy"), ("b.raw", "b.copy")] {
-        let [name, other] = [name, other].map(|name| fs::read(directory.join(name)).unwrap());
-        assert!(name == other);
-    }
 }
 
 #[tokio::test]
@@ -81,13 +55,13 @@ async fn rounds_have_what_was_written_and_what_was_not_confirmed() {
         .unwrap();
     let whole = rounds.whole().await.unwrap();
     assert_eq!(copy_all(&whole, path).await, [SIZE, SIZE]);
-    equal(path);
+    equal(path, "raw", "copy");
 
     write(&machine, 0, 7, 2).await;
     assert_eq!(rounds.dirty().await.unwrap(), [4096, 0]);
     let first = rounds.next().await.unwrap();
     assert_eq!(copy_all(&first, path).await, [4096, 0]);
-    equal(path);
+    equal(path, "raw", "copy");
     rounds.confirm().await.unwrap();
 
     // Nobody confirms this one, so its blocks come again.
@@ -97,7 +71,7 @@ async fn rounds_have_what_was_written_and_what_was_not_confirmed() {
     write(&machine, 1, 4, 3).await;
     let third = rounds.next().await.unwrap();
     assert_eq!(copy_all(&third, path).await, [4096, 8192]);
-    equal(path);
+    equal(path, "raw", "copy");
 
     // Another drover goes on: still none of it was confirmed.
     write(&machine, 0, 20, 4).await;
@@ -108,7 +82,7 @@ async fn rounds_have_what_was_written_and_what_was_not_confirmed() {
     let mut rounds = resumed.unwrap();
     let fourth = rounds.next().await.unwrap();
     assert_eq!(copy_all(&fourth, path).await, [8192, 8192]);
-    equal(path);
+    equal(path, "raw", "copy");
     rounds.confirm().await.unwrap();
     rounds.confirm().await.unwrap();
     let fifth = rounds.next().await.unwrap();
@@ -213,6 +187,36 @@ async fn rounds_that_cannot_begin_leave_nothing() {
 }
 
 #[tokio::test]
+async fn a_machine_with_iothreads_is_not_read_by_a_qemu_that_dies_of_it() {
+    let test = "a_machine_with_iothreads_is_not_read_by_a_qemu_that_dies_of_it";
+    let Some(()) = program(test) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let image = raw(dir.path(), "a.raw", SIZE);
+    let bytes = Node::File {
+        name: "disk".into(),
+        path: image,
+    };
+    let threads = "-object iothread,id=io0 -device virtio-blk-pci,drive=disk,iothread=io0 -S";
+    let mut qemu = Launch::new()
+        .node(&bytes)
+        .with(threads)
+        .start(dir.path(), "web");
+    let machine = qemu.machine().await;
+    let private = dir.path().join("rounds");
+    let begun = Rounds::begin(&machine, "web", &["disk"], &private, 4096).await;
+    if machine.version() < IOTHREAD_VERSION {
+        let refused = begun.unwrap_err().to_string();
+        assert!(refused.contains("can abort it"), "{refused}");
+        assert_eq!(machine.bitmaps("disk").await.unwrap(), []);
+    } else {
+        let rounds = begun.unwrap();
+        copy(&rounds.whole().await.unwrap()[0], &dir.path().join("copy")).await;
+        rounds.end().await.unwrap();
+    }
+    assert!(!private.exists() && qemu.running());
+}
+
+#[tokio::test]
 async fn a_writing_guest_moves_from_a_plain_file() {
     let test = "a_writing_guest_moves_from_a_plain_file";
     let Some(()) = program(test) else { return };
@@ -223,9 +227,7 @@ async fn a_writing_guest_moves_from_a_plain_file() {
     };
     let old = raw(path, "a.raw", SIZE);
     let new = raw(path, "a.copy", SIZE);
-    let drive = format!("-drive file={},format=raw,if=virtio", old.display());
-    let mut here = Launch::new()
-        .with(&drive)
+    let mut here = drive(Launch::new(), &old)
         .guest(&guest, 10, 4)
         .start(path, "here");
     let bytes = Node::File {

@@ -10,7 +10,8 @@ use drover_device::backend::nbd::{NbdDevice, NbdOptions};
 use drover_hypervisor::machine::{Capability, Channel, Machine, MigrationStatus};
 use drover_hypervisor::qmp::Events;
 use drover_hypervisor::rounds::View;
-use drover_hypervisor::testing::PATIENCE;
+use drover_hypervisor::testing::{Launch, PATIENCE};
+use serde_json::json;
 
 /// A raw image of so many zero bytes.
 pub fn raw(directory: &Path, name: &str, size: u64) -> PathBuf {
@@ -78,8 +79,42 @@ pub async fn wait_event(events: &mut Events, name: &str) {
     seen.await.unwrap();
 }
 
+/// With a plain file as a disk, as people start it.
+pub fn drive(launch: Launch, image: &Path) -> Launch {
+    launch.with(&format!(
+        "-drive file={},format=raw,if=virtio",
+        image.display()
+    ))
+}
+
+/// Has QEMU write 4096 bytes to a block of a disk.
+pub async fn write(machine: &Machine, disk: usize, block: u64, byte: u8) {
+    let line = format!(
+        "qemu-io virtio{disk} \"write -P {byte} {} 4096\"",
+        block * 4096
+    );
+    let command = json!({"command-line": line});
+    // Whether it could is said on standard output only.
+    let done = machine.qmp().order("human-monitor-command", command);
+    done.await.unwrap();
+}
+
+/// Compares the files `a` and `b` of two kinds.
+pub fn equal(directory: &Path, one: &str, other: &str) {
+    for name in ["a", "b"] {
+        let [one, other] = [one, other]
+            .map(|kind| std::fs::read(directory.join(format!("{name}.{kind}"))).unwrap());
+        assert!(one == other);
+    }
+}
+
 /// Copies what is dirty of a disk into a file, or all of it; how many bytes those were.
 pub async fn copy(view: &View, to: &Path) -> u64 {
+    try_copy(view, to).await.unwrap()
+}
+
+/// As [`copy`], or why not.
+pub async fn try_copy(view: &View, to: &Path) -> Result<u64, String> {
     let (view, to) = (view.clone(), to.to_owned());
     let copy = move || {
         let options = NbdOptions {
@@ -97,20 +132,21 @@ pub async fn copy(view: &View, to: &Path) -> u64 {
         let mut copied = 0;
         let mut take = |offset: u64, length: u64| {
             let mut bytes = vec![0; usize::try_from(length).unwrap()];
-            device.read(offset, &mut bytes).unwrap();
+            device.read(offset, &mut bytes).map_err(|e| e.to_string())?;
             file.write_all_at(&bytes, offset).unwrap();
             copied += length;
+            Ok::<_, String>(())
         };
         match &view.context {
-            None => take(0, device.size()),
+            None => take(0, device.size())?,
             Some(context) => {
                 for range in device.dirty(context, 0, device.size()) {
                     let range = range.unwrap();
-                    take(range.start, range.end - range.start);
+                    take(range.start, range.end - range.start)?;
                 }
             }
         }
-        copied
+        Ok(copied)
     };
     tokio::task::spawn_blocking(copy).await.unwrap()
 }
