@@ -36,6 +36,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
+use crate::notice::notice;
 
 use control::GetStatus;
 pub use control::{Progress, StopHow};
@@ -103,7 +104,10 @@ pub async fn begin(
     let done = match process {
         Process::This => {
             let name = record.name.clone();
-            let ready = move |lines: &[String]| ready(&name, lines);
+            let ready = move |lines: &[String], notes: &[String]| {
+                notes.iter().for_each(|note| notice(note));
+                ready(&name, lines)
+            };
             daemon::keep(home, place.clone(), kept, record.clone(), ready).await
         }
         Process::Daemon(verbose) => {

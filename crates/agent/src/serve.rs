@@ -50,6 +50,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use drover_mount::server::Absences;
 use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey};
 use drover_store::{Grant, SiteCatalog};
 use sd_notify::NotifyState;
@@ -112,16 +113,19 @@ pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Resu
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
     let supplies = site::supplies(&home);
+    let absences = Arc::new(Absences::default());
     let domain = Domain::open(
         home.clone(),
         lock,
         Arc::clone(&catalog),
         &identity,
         supplies.clone(),
+        Arc::clone(&absences),
     );
     let domain = domain.await?;
     let recovery = Recovery::begin(domain.here(identity.key()));
-    let duty = (Duty::Site(domain), Domains::new(supplies), Some(recovery));
+    let domains = Domains::new(supplies, absences);
+    let duty = (Duty::Site(domain), domains, Some(recovery));
     run(home, args, identity, catalog, duty, ready).await
 }
 
@@ -133,7 +137,7 @@ pub async fn teleporter(home: Home, args: Listen, ready: impl FnOnce(&Ready)) ->
     let _lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
     let matchers = Matchers::new(home.index_dir());
-    let domains = Domains::new(site::supplies(&home));
+    let domains = Domains::new(site::supplies(&home), Arc::default());
     let duty = (Duty::Teleporter(matchers), domains, None);
     run(home, args, identity, catalog, duty, ready).await
 }

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytesize::ByteSize;
+use drover_store::lease::{MAX_TERM, term_text};
 use drover_teleport::{Effort, MAX_LEVEL};
 
 /// Most names in a message.
@@ -116,6 +117,22 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
             clean(text)
         )
     })
+}
+
+/// Parses the term of a lease: a duration of at least a second.
+///
+/// # Errors
+/// A message for the user.
+pub fn parse_term(text: &str) -> Result<Duration, String> {
+    let term = parse_duration(text)?;
+    match (1..=MAX_TERM).contains(&term.as_secs()) {
+        true => Ok(term),
+        false => Err(format!(
+            "{:?} is not a term of leases: use at least 1s, and at most {}",
+            clean(text),
+            term_text(MAX_TERM)
+        )),
+    }
 }
 
 fn duration(text: &str) -> Option<Duration> {
@@ -298,6 +315,14 @@ mod tests {
             "soon",
         ] {
             assert!(parse_duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_term_is_at_least_a_second() {
+        assert_eq!(parse_term("1h"), Ok(Duration::from_secs(3600)));
+        for bad in ["0s", "900ms", "100000d", "never"] {
+            assert!(parse_term(bad).is_err(), "{bad}");
         }
     }
 

@@ -4,7 +4,6 @@
 //! the same key file.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -44,14 +43,11 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
         random.fill(&mut noise);
         device.write(n << 20, &noise).expect("memory");
     }
-    let config = Config {
-        images: Arc::new(Noise(Base {
-            device: Arc::new(device),
-            digest: Digest([1; 32]),
-        })),
-        state: PathBuf::from("/nonexistent"),
-        threads: 3,
-    };
+    let images = Arc::new(Noise(Base {
+        device: Arc::new(device),
+        digest: Digest([1; 32]),
+    }));
+    let config = Config::new(images, "/nonexistent", 3);
     let server = Server::new(config).expect("threads");
     let listener = Listener::bind(address.parse().expect("an address"), &identity)
         .await

@@ -56,7 +56,7 @@
 //! let runtime = tokio::runtime::Runtime::new()?;
 //! let _inside = runtime.enter();
 //! let state = tempfile::tempdir()?;
-//! let server = Server::new(Config { images: Arc::new(OneImage), state: state.path().into(), threads: 2 })?;
+//! let server = Server::new(Config::new(Arc::new(OneImage), state.path(), 2))?;
 //! let options = Options::new(ImageName::new("web")?, Access::ReadOnly);
 //! let peer = Peer { key: Identity::generate().key(), name: "nantes".into(), rights: Rights::DEFAULT.of_peer(), domain: "default".into() };
 //! let connector = Arc::new(Local(server, peer));

@@ -40,7 +40,7 @@ use std::time::Duration;
 use drover_core::{Capabilities, Digest, ImageName};
 use drover_device::remote::Shape;
 use drover_net::{Code, KeepAlive, Refusal, request};
-use drover_store::lease::{Access, Identity, MountId};
+use drover_store::lease::{Access, Identity, MAX_TERM, MountId};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
@@ -143,6 +143,9 @@ pub struct Open {
     pub expected: Option<Identity>,
     /// A note identifying the mounting party, for display; at most [`MAX_NAME`] bytes.
     pub note: String,
+    /// The term of the write lease: how many seconds without a connection the mount wants to keep it, from 1 to
+    /// [`MAX_TERM`]; `None` for ever.
+    pub term: Option<u64>,
 }
 
 request!(Open: "mount.open", Read, () => Opened);
@@ -162,6 +165,14 @@ impl Open {
         }
         if self.note.len() > MAX_NAME {
             return bad(format!("a note has at most {MAX_NAME} bytes"));
+        }
+        if self
+            .term
+            .is_some_and(|term| !(1..=MAX_TERM).contains(&term))
+        {
+            return bad(format!(
+                "the term of a lease is from 1 to {MAX_TERM} seconds"
+            ));
         }
         Ok(())
     }
@@ -214,6 +225,9 @@ pub struct Opened {
     pub read_only: bool,
     /// What direct requests can do.
     pub direct: DirectCapabilities,
+    /// The term of the write lease in seconds, which may be shorter than the requested one; `None` for ever, and for
+    /// readers.
+    pub term: Option<u64>,
 }
 
 /// The [`Capabilities`] of direct requests.

@@ -2,6 +2,7 @@
 //! `connection::Connection`, whose requests are queued in `queue`, executed by the threads of `pool` and answered in
 //! the order that `net::group` permits.
 
+mod absences;
 mod blocking;
 mod changes;
 mod connection;
@@ -35,6 +36,7 @@ use crate::protocol::{
     ConnectionKind, KEEP_ALIVE, MAX_CONNECTIONS, MAX_MOUNT_FRAME, Open, Opened, check_shape,
 };
 
+pub use absences::Absences;
 pub use changes::{Claim, View};
 pub use counters::MountCounts;
 pub use image::{Base, Happened, Images, Room, WhyBroken};
@@ -78,6 +80,23 @@ pub struct Config {
     /// Approximate number of threads that read, hash and compress, at least two; one fewer serve background reads, and
     /// some more wait for disks.
     pub threads: usize,
+    /// The longest that a mount without a connection keeps its write lease; `None` for as long as it wants.
+    pub max_term: Option<Duration>,
+    /// Since when mounts have had no connection; servers of one site should have the same.
+    pub absences: Arc<Absences>,
+}
+
+impl Config {
+    /// A server of its own, at which mounts keep their write leases for as long as they want.
+    pub fn new(images: Arc<dyn Images>, state: impl Into<PathBuf>, threads: usize) -> Config {
+        Config {
+            images,
+            state: state.into(),
+            threads,
+            max_term: None,
+            absences: Arc::default(),
+        }
+    }
 }
 
 /// All mounts of a site.
@@ -275,11 +294,13 @@ impl Server {
             let name = open.image.as_str();
             Refusal::new(Code::Unsupported, format!("{name}: {text}"))
         })?;
+        let term = self.term(&open);
         let who = Who {
             peer: peer.clone(),
             mount: open.mount,
             link: open.link,
             note: open.note.clone(),
+            term,
         };
         let admitted = match open.connection {
             ConnectionKind::Front => {
@@ -336,6 +357,7 @@ impl Server {
             fresh,
             read_only: open.access == Access::ReadOnly,
             direct: connection.image.device().capabilities().into(),
+            term,
         };
         Ok((connection, opened))
     }
@@ -347,7 +369,34 @@ impl Server {
         blocking(move || images.allow(&name, &peer, access)).await
     }
 
+    /// The term of the write lease that a mount gets.
+    fn term(&self, open: &Open) -> Option<u64> {
+        let max = self.config.max_term.map(|max| max.as_secs().max(1));
+        let term = match (open.term, max) {
+            (Some(term), Some(max)) => Some(term.min(max)),
+            (term, max) => term.or(max),
+        };
+        term.filter(|_| open.access == Access::ReadWrite)
+    }
+
+    /// Admits a mount to an image; the lease of another that is gone for too long does not keep it out.
     async fn admit(
+        self: &Arc<Self>,
+        image: &Arc<Image>,
+        who: Who,
+        open: &Open,
+    ) -> Result<(Identity, bool), Refusal> {
+        match self.admit_now(image, who.clone(), open).await {
+            Err(refusal)
+                if refusal.code == Code::Held && self.end_overdue(image.name(), &who).await? =>
+            {
+                self.admit_now(image, who, open).await
+            }
+            admitted => admitted,
+        }
+    }
+
+    async fn admit_now(
         self: &Arc<Self>,
         image: &Arc<Image>,
         who: Who,
@@ -467,6 +516,7 @@ impl Server {
             running: Running::default(),
         });
         mount.connections.push(connection.clone());
+        self.config.absences.forget(&key);
         if open.access == Access::ReadWrite {
             // Connections of another writer, whose lease was just broken.
             let others = state.mounts.iter().filter(|(other, _)| **other != key);
@@ -493,7 +543,11 @@ impl Server {
             };
             mount.connections.retain(|l| l.number != connection.number);
             match mount.connections.is_empty() {
-                true => state.mounts.remove(&connection.key),
+                true => {
+                    // Before it counts as gone.
+                    self.config.absences.left(connection.key, Instant::now());
+                    state.mounts.remove(&connection.key)
+                }
                 false => None,
             }
         };
@@ -509,8 +563,12 @@ impl Server {
                 written: mount.written.load(Ordering::Relaxed),
                 time: mount.since.elapsed(),
             };
+            let absences = Arc::clone(&self.config.absences);
             let left = blocking(move || {
                 image.left(key.0, key.1, now);
+                if !image.is_held_by(key.0, key.1) {
+                    absences.forget(&key);
+                }
                 image.happened(&closed);
                 Ok(())
             });

@@ -1,14 +1,15 @@
 //! Leases of images: at most one writer, or any number of readers.
 //!
 //! A write lease survives a lost connection and restarts of the mount and of the site, because dirty data that is not
-//! yet pushed would be lost with it. It ends when the mount is closed, or when the site's owner breaks it. Read leases
-//! last only while the reader is connected.
+//! yet pushed would be lost with it. It ends when the mount is closed, or when the site's owner breaks it. One with a term
+//! is broken for another mount when its holder has had no connection for longer than that. Read leases last only while
+//! the reader is connected.
 
 mod file;
 mod record;
 
-use record::Record;
-pub use record::{Holder, MountId};
+use record::{Broken, Record};
+pub use record::{Holder, Loss, MountId};
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -40,6 +41,9 @@ pub struct Identity {
 
 /// How long a disconnected reader keeps writers out.
 pub const READER_GRACE: Duration = Duration::from_secs(60);
+
+/// Upper bound on the term of a lease, in seconds: ten years.
+pub const MAX_TERM: u64 = 10 * 366 * 86_400;
 
 /// Note in the lease while the site itself holds it, to merge changes.
 pub const MERGE_NOTE: &str = "drover changes merge";
@@ -85,6 +89,8 @@ pub struct Who {
     pub link: u64,
     /// A note that describes it, for display.
     pub note: String,
+    /// How many seconds without a connection it keeps a write lease; `None` for ever.
+    pub term: Option<u64>,
 }
 
 impl Who {
@@ -95,7 +101,14 @@ impl Who {
             mount: self.mount,
             since_unix: unix_now(),
             note: self.note.clone(),
+            term: self.term,
         }
+    }
+
+    /// A description of it, for messages.
+    #[must_use]
+    pub fn description(&self) -> String {
+        describe(&self.peer.name, &self.note)
     }
 }
 
@@ -215,8 +228,9 @@ impl LeaseTable {
     ) -> Result<(), Refusal> {
         let image = self.image.as_str();
         let key = (who.peer.key.0, who.mount);
-        if self.record.broken.contains(&key) {
-            return Err(Refusal::new(Code::Lost, broken(image)));
+        let is_it = |broken: &&Broken| (broken.peer, broken.mount) == key;
+        if let Some(broken) = self.record.broken.iter().find(is_it) {
+            return Err(Refusal::new(Code::Lost, broken.how.message(image)));
         }
         let late = |(peer, mount, link): &(PeerKey, MountId, u64)| {
             (peer, mount) == (&who.peer.key, &who.mount) && who.link <= *link
@@ -225,7 +239,12 @@ impl LeaseTable {
             return Err(Refusal::new(Code::Unavailable, "the mount is closed"));
         }
         match self.record.holder.as_ref() {
-            Some(holder) if holder.is(who) => return Ok(()),
+            Some(holder) if holder.is(who) => {
+                return match access == Access::ReadWrite && holder.term != who.term {
+                    true => self.change_term(who.term),
+                    false => Ok(()),
+                };
+            }
             Some(holder) => return Err(Refusal::new(Code::Held, held(image, holder))),
             None => {}
         }
@@ -234,6 +253,15 @@ impl LeaseTable {
             Access::ReadOnly => self.read(who, now),
             Access::ReadWrite => self.write(who, now),
         }
+    }
+
+    /// The holder wants another term than before.
+    fn change_term(&mut self, term: Option<u64>) -> Result<(), Refusal> {
+        let mut record = self.record.clone();
+        for holder in [&mut record.holder, &mut record.last].into_iter().flatten() {
+            holder.term = term;
+        }
+        self.keep(record)
     }
 
     /// Drops readers whose grace period is over.
@@ -376,21 +404,31 @@ impl LeaseTable {
         })
     }
 
-    /// Breaks the write lease on behalf of the site's owner; returns its holder.
+    /// Breaks the write lease if `how` says how its holder loses it; returns both.
     ///
     /// # Errors
     /// When the file cannot be written; the lease then remains.
-    pub fn break_lease(&mut self) -> Result<Option<Holder>, Refusal> {
+    pub fn break_lease(
+        &mut self,
+        how: &dyn Fn(&Holder) -> Option<Loss>,
+    ) -> Result<Option<(Holder, Loss)>, Refusal> {
         let mut record = self.record.clone();
         let Some(holder) = record.holder.take() else {
             return Ok(None);
         };
-        record.broken.push((holder.peer, holder.mount));
+        let Some(how) = how(&holder) else {
+            return Ok(None);
+        };
+        record.broken.push(Broken {
+            peer: holder.peer,
+            mount: holder.mount,
+            how: how.clone(),
+        });
         if record.broken.len() > MAX_BROKEN {
             record.broken.remove(0);
         }
         self.keep(record)?;
-        Ok(Some(holder))
+        Ok(Some((holder, how)))
     }
 
     fn keep(&mut self, record: Record) -> Result<(), Refusal> {
@@ -400,12 +438,59 @@ impl LeaseTable {
     }
 }
 
-/// The message for a mount whose lease was broken.
-pub fn broken(image: &str) -> String {
-    format!(
-        "the write lease of {image} was revoked at its site (`drover mounts break`): data that was not pushed stays in this \
-         mount's cache; discard it to mount the image again"
-    )
+impl Holder {
+    /// How it loses its lease to another mount, if it may: it has had no connection for `gone`.
+    #[must_use]
+    pub fn loss(&self, gone: Duration, by: &Who) -> Option<Loss> {
+        let term = self.term.filter(|term| gone.as_secs() >= *term)?;
+        Some(Loss::TermOver {
+            term,
+            at_unix: unix_now(),
+            by: by.description(),
+        })
+    }
+}
+
+impl Loss {
+    /// The message for a mount that has lost its lease of an image.
+    #[must_use]
+    pub fn message(&self, image: &str) -> String {
+        let lost = match self {
+            Loss::Revoked => format!(
+                "the write lease of {image} was revoked at its site (`drover mounts break`)"
+            ),
+            Loss::TermOver { term, at_unix, by } => format!(
+                "the write lease of {image} ended at {}, when {by} took it: this mount had been out of contact for longer than the lease's term, {}",
+                moment(*at_unix),
+                term_text(*term)
+            ),
+        };
+        format!(
+            "{lost}: data that was not pushed stays in this mount's cache; discard it to mount the image again"
+        )
+    }
+}
+
+/// A term, for people: `1h`.
+#[must_use]
+pub fn term_text(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds.min(MAX_TERM)).unwrap_or(0);
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let rest_text = format!("{:#}", jiff::SignedDuration::from_secs(rest));
+    match (days, rest) {
+        (0, _) => rest_text,
+        (days, 0) => format!("{days}d"),
+        (days, _) => format!("{days}d {rest_text}"),
+    }
+}
+
+/// A time, in seconds since 1970.
+fn moment(unix: u64) -> String {
+    let time = i64::try_from(unix).ok();
+    match time.and_then(|unix| jiff::Timestamp::from_second(unix).ok()) {
+        Some(time) => time.strftime("%Y-%m-%d %H:%M UTC").to_string(),
+        None => "an unknown time".into(),
+    }
 }
 
 fn held(image: &str, holder: &Holder) -> String {
@@ -418,9 +503,13 @@ fn held(image: &str, holder: &Holder) -> String {
     }
     format!(
         "{} holds the write lease of {image}, taken {}: unmount it there, or, if that mount is lost, revoke the lease with \
-         `drover mounts break {image}` at the site that has the image",
+         `drover mounts break {image}` at the site that has the image{}",
         describe(&holder.peer_name, &holder.note),
         ago(unix_now().saturating_sub(holder.since_unix)),
+        holder.term.map_or_else(String::new, |term| format!(
+            ", or wait until it has been out of contact for {}",
+            term_text(term)
+        )),
     )
 }
 

@@ -55,6 +55,9 @@ pub struct Config {
     /// Permissions of delivered images, as in `"0640"`.
     #[serde(default, deserialize_with = "mode")]
     image_mode: Option<u32>,
+    /// The longest that a mount without a connection keeps its write lease, as in `"24h"`.
+    #[serde(default, deserialize_with = "term")]
+    pub lease: Option<Duration>,
     /// How long unfinished transfers are kept, as in `"7d"`, or `"forever"`.
     #[serde(default, deserialize_with = "age")]
     keep_unfinished: Option<Age>,
@@ -202,6 +205,10 @@ fn mode<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
     })
 }
 
+fn term<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Error> {
+    parsed(d, text::parse_term)
+}
+
 fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
     parsed(d, |text| match text {
         "forever" => Ok(Age::Forever),
@@ -248,6 +255,7 @@ mod tests {
         let month = Duration::from_secs(30 * 24 * 3600);
         assert_eq!(config.keep_unfinished(), Some(month));
         assert_eq!(config.image_mode(), 0o640);
+        assert_eq!(config.lease, Some(Duration::from_secs(24 * 3600)));
         assert!(config.teleporter.is_some() && config.metrics_listen.is_some());
         assert!(
             config.max_sessions.is_some()
@@ -278,6 +286,8 @@ mod tests {
                 "image-mode = \"0777\"",
                 "(image-mode): \"0777\" is not a mode for images",
             ),
+            ("lease = \"0s\"", "(lease): \"0s\" is not a term of leases"),
+            ("lease = \"soon\"", "is not a duration"),
             ("image-mode = \"0666\"", "is not a mode"),
             ("image-mode = \"0440\"", "is not a mode"),
             ("image-mode = \"04600\"", "is not a mode"),

@@ -49,7 +49,7 @@ struct Daemon {
 }
 
 /// Serves a mount, whose lock this process holds, until a signal or a request ends it. `ready` is called once, when the
-/// mount is up.
+/// mount is up, with its paths or addresses and what the user should know.
 ///
 /// # Errors
 /// When the mount cannot be started; then nothing of it is left but a cache with dirty data.
@@ -58,7 +58,7 @@ pub async fn keep(
     place: Place,
     kept: Kept,
     mut record: Record,
-    ready: impl FnOnce(&[String]) -> Result<()>,
+    ready: impl FnOnce(&[String], &[String]) -> Result<()>,
 ) -> Result<()> {
     let stop = Stop::on_signals()?;
     let mut stopped = stop.watch();
@@ -79,6 +79,8 @@ pub async fn keep(
     record.unmounted = false;
     place.write(&record)?;
     let lines = shown.lines(&record);
+    let notes = disks.iter().filter_map(|disk| disk.note(&record.how));
+    let notes = Vec::from_iter(notes);
     let socket = place.socket();
     let daemon = Arc::new(Daemon {
         place,
@@ -99,7 +101,7 @@ pub async fn keep(
     let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
-        .and_then(|()| ready(&lines));
+        .and_then(|()| ready(&lines, &notes));
     if let Err(e) = announced {
         // The caller was not notified and cannot unmount it: shut down as on a signal.
         tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
@@ -433,9 +435,9 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     // A session of its own, so that signals and hang-ups of the terminal do not reach it.
     rustix::process::setsid().ok();
     let mut announced = false;
-    let result = keep_recorded(home, name, |lines| {
+    let result = keep_recorded(home, name, |lines, notes| {
         announced = true;
-        send_ready(&Ready::There(lines.to_vec()))
+        send_ready(&Ready::There(lines.to_vec(), notes.to_vec()))
     })
     .await;
     if let Err(e) = &result
@@ -449,7 +451,7 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
 async fn keep_recorded(
     home: &Home,
     name: &str,
-    ready: impl FnOnce(&[String]) -> Result<()>,
+    ready: impl FnOnce(&[String], &[String]) -> Result<()>,
 ) -> Result<()> {
     let Some((place, record)) = Place::list(home)?
         .into_iter()

@@ -17,7 +17,7 @@ use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{MAX_SIZE, Opened};
 use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_storage::HostDirectory;
-use drover_store::lease::{Access, MountId};
+use drover_store::lease::{Access, MountId, term_text};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
@@ -158,6 +158,7 @@ impl Disk {
         options.chunk = how.chunk;
         options.mount = mount_id(record, index);
         options.note = format!("{} at {}", place.name(), home.name());
+        options.term = how.lease.map(|term| term.as_secs());
         options.window = how.window;
         options.first_contact = CONNECT_LIMIT;
         if mode != "managed" {
@@ -306,6 +307,21 @@ impl Disk {
             }
         }
         status
+    }
+
+    /// What the user should know about it when it is mounted: that its site grants a shorter lease.
+    pub fn note(&self, how: &How) -> Option<String> {
+        let client = self.client().filter(|client| client.was_reached())?;
+        let granted = client.opened().term?;
+        if Some(granted) == how.lease.map(|term| term.as_secs()) {
+            return None;
+        }
+        let site = self.target.peer.as_deref().unwrap_or("this site");
+        Some(format!(
+            "{site} limits leases: when this mount has been out of contact for {}, another mount may take its write lease of {}",
+            term_text(granted),
+            self.target.image
+        ))
     }
 
     /// Dirty bytes: not yet pushed to the other site.

@@ -4,10 +4,12 @@
 
 use std::path::Path;
 
-use drover_mount::protocol::Opened;
+use drover_mount::protocol::{DirectCapabilities, Opened};
 use drover_net::{decode, encode};
 
 use drover_storage::Envelope;
+use drover_store::lease::Identity;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Context, Error, Result};
 
@@ -17,12 +19,50 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 4096,
 };
 
+/// What of the site's reply is kept: the term of the lease is its own.
+#[derive(Serialize, Deserialize)]
+struct Known {
+    size: u64,
+    chunk: u32,
+    identity: Identity,
+    fresh: bool,
+    read_only: bool,
+    direct: DirectCapabilities,
+}
+
+impl From<&Opened> for Known {
+    fn from(opened: &Opened) -> Known {
+        Known {
+            size: opened.size,
+            chunk: opened.chunk,
+            identity: opened.identity,
+            fresh: opened.fresh,
+            read_only: opened.read_only,
+            direct: opened.direct,
+        }
+    }
+}
+
+impl From<Known> for Opened {
+    fn from(known: Known) -> Opened {
+        Opened {
+            size: known.size,
+            chunk: known.chunk,
+            identity: known.identity,
+            fresh: known.fresh,
+            read_only: known.read_only,
+            direct: known.direct,
+            term: None,
+        }
+    }
+}
+
 /// Writes the metadata durably.
 ///
 /// # Errors
 /// When the file cannot be written.
 pub fn write(path: &Path, opened: &Opened) -> Result<()> {
-    let written = FORMAT.write(path, &encode(opened));
+    let written = FORMAT.write(path, &encode(&Known::from(opened)));
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
@@ -33,8 +73,10 @@ pub fn write(path: &Path, opened: &Opened) -> Result<()> {
 pub fn read(path: &Path) -> Result<Option<Opened>> {
     let bytes = FORMAT.read(path);
     let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
-    let opened =
-        bytes.map(|bytes| -> Result<_> { Ok(decode(FORMAT.open(&bytes).map_err(Error::msg)?)?) });
+    let opened = bytes.map(|bytes| -> Result<_> {
+        let known: Known = decode(FORMAT.open(&bytes).map_err(Error::msg)?)?;
+        Ok(Opened::from(known))
+    });
     opened.transpose().with_context(|| {
         format!(
             "{} cannot be used; mount while the other site is reachable, which recreates it",
@@ -47,8 +89,6 @@ pub fn read(path: &Path) -> Result<Option<Opened>> {
 mod tests {
     use super::*;
     use drover_core::Digest;
-    use drover_mount::protocol::DirectCapabilities;
-    use drover_store::lease::Identity;
 
     #[test]
     fn metadata_is_read_back_intact_or_not_at_all() {
@@ -70,6 +110,7 @@ mod tests {
                 durable: true,
                 ..DirectCapabilities::default()
             },
+            term: None,
         };
         write(&path, &opened).unwrap();
         assert_eq!(read(&path).unwrap(), Some(opened));

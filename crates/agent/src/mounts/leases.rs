@@ -40,6 +40,9 @@ pub struct Writer {
     pub mount: String,
     /// When the lease was taken, seconds since 1970.
     pub since_unix: u64,
+    /// The term of the lease, in seconds: when the mount has been out of contact for so long, another may take it. `None`
+    /// for never.
+    pub term_seconds: Option<u64>,
 }
 
 /// The write lease that was revoked.
@@ -60,6 +63,7 @@ impl From<Holder> for Writer {
             note: holder.note,
             mount: holder.mount.to_string(),
             since_unix: holder.since_unix,
+            term_seconds: holder.term,
         }
     }
 }

@@ -137,6 +137,9 @@ pub struct How {
     pub window: Option<u64>,
     /// How long a request waits for the link before it fails.
     pub give_up_after: Duration,
+    /// How long the mount keeps its write lease while it is out of contact; `None` for ever.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<Duration>,
     /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,

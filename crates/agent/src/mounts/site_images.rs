@@ -9,10 +9,10 @@ use drover_device::backend::ImageDevice;
 use drover_image::{ImageError, Known, Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::protocol::Open;
-use drover_mount::server::{Base, Config, Happened, Images, Room, Server, WhyBroken};
+use drover_mount::server::{Absences, Base, Config, Happened, Images, Room, Server, WhyBroken};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
-use drover_store::lease::Access;
+use drover_store::lease::{Access, term_text};
 use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
@@ -31,10 +31,11 @@ const THREADS: usize = 4;
 /// # Errors
 /// When its threads cannot be started.
 pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server>> {
-    limited_server(home, catalog, &Arc::new(Quotas::new(home, catalog)?))
+    let quotas = Arc::new(Quotas::new(home, catalog)?);
+    limited_server(home, catalog, &quotas, Arc::default())
 }
 
-/// The same with quotas that other parts of the site share.
+/// The same with what other parts of the site share: quotas, and the mounts that have left it.
 ///
 /// # Errors
 /// As [`site_server`]'s.
@@ -42,6 +43,7 @@ pub fn limited_server(
     home: &Home,
     catalog: &Arc<SiteCatalog>,
     quotas: &Arc<Quotas>,
+    absences: Arc<Absences>,
 ) -> Result<Arc<Server>> {
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
@@ -55,6 +57,8 @@ pub fn limited_server(
         }),
         state: home.mounted_dir(),
         threads: THREADS,
+        max_term: home.config.lease,
+        absences,
     })?)
 }
 
@@ -228,6 +232,11 @@ impl Images for SiteImages {
                     WhyBroken::ByUser => record,
                     WhyBroken::RightLost => {
                         record.by_site().detail("its holder may not write any more")
+                    }
+                    WhyBroken::TermOver => {
+                        let term = term_text(holder.term.unwrap_or_default());
+                        let text = format!("its holder was out of contact for longer than {term}, and another mount took it");
+                        record.by_site().detail(text)
                     }
                 });
             }

@@ -10,13 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::record::Place;
 use crate::error::{Context, Error, Kind, Result, bail};
 use crate::home::Home;
+use crate::notice::notice;
 
 /// The one message that the daemon writes to stdout: the mount is up, or it failed.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ready {
-    /// The mount is up; its paths or addresses, one per line.
-    There(Vec<String>),
+    /// The mount is up; its paths or addresses, one per line, and what the user should know.
+    There(Vec<String>, Vec<String>),
     /// It failed, with the exit code and message.
     Failed(u8, String),
 }
@@ -62,7 +63,10 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
         );
     }
     match serde_json::from_str(&line).context("the mount daemon sent an invalid message")? {
-        Ready::There(lines) => Ok(lines),
+        Ready::There(lines, notes) => {
+            notes.iter().for_each(|note| notice(note));
+            Ok(lines)
+        }
         Ready::Failed(code, message) => {
             // It exits by itself: wait, so that nothing of it is left when the failure is reported.
             let _ = child.wait();

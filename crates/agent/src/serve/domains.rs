@@ -9,7 +9,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use drover_mount::server::Server as DeviceServer;
+use drover_mount::server::{Absences, Server as DeviceServer};
 use drover_net::{Code, Identity, PeerKey, Refusal};
 use drover_store::SiteCatalog;
 use drover_teleport::{Site, Supplies};
@@ -55,11 +55,13 @@ impl Domain {
         catalog: Arc<SiteCatalog>,
         identity: &Identity,
         supplies: Supplies,
+        absences: Arc<Absences>,
     ) -> Result<Arc<Domain>> {
         let (its, images) = (home.clone(), Arc::clone(&catalog));
         let parts = move || {
             let quotas = Arc::new(Quotas::new(&its, &images)?);
-            Ok::<_, Error>((limited_server(&its, &images, &quotas)?, quotas))
+            let devices = limited_server(&its, &images, &quotas, absences)?;
+            Ok::<_, Error>((devices, quotas))
         };
         let (devices, quotas) = tokio::task::spawn_blocking(parts).await??;
         // Last, because it begins work in the background.
@@ -121,6 +123,8 @@ fn hold_leased(site: &Arc<Site>, devices: &Arc<DeviceServer>, home: &Home) {
 /// The domains of a site that are open, beside the default one.
 pub struct Domains {
     supplies: Supplies,
+    /// Of mounts of all domains, also while they are closed.
+    absences: Arc<Absences>,
     /// Held while one is opened or closed.
     changing: tokio::sync::Mutex<()>,
     open: Open,
@@ -184,9 +188,10 @@ impl Drop for InUse {
 
 impl Domains {
     /// None are open yet.
-    pub fn new(supplies: Supplies) -> Domains {
+    pub fn new(supplies: Supplies, absences: Arc<Absences>) -> Domains {
         Domains {
             supplies,
+            absences,
             changing: tokio::sync::Mutex::default(),
             open: Open::default(),
         }
@@ -222,7 +227,8 @@ impl Domains {
                 Ok::<_, Error>((lock, Arc::new(site::open_catalog(&its)?)))
             };
             let (lock, catalog) = tokio::task::spawn_blocking(begun).await??;
-            Domain::open(home, lock, catalog, identity, self.supplies.clone()).await
+            let (supplies, absences) = (self.supplies.clone(), Arc::clone(&self.absences));
+            Domain::open(home, lock, catalog, identity, supplies, absences).await
         };
         let domain = opened.await.map_err(|e| {
             tracing::error!(domain = name, "cannot open the domain: {}", one_line(&e));

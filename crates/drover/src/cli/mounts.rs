@@ -32,6 +32,7 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
+  drover mount lyon:db.raw /mnt/db --lease 1h          another mount may take over after an hour without contact
   drover unmount /mnt/web
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
@@ -186,6 +187,10 @@ pub struct OptionArgs {
     /// Domain of the images of this site [default: default]
     #[arg(long, value_name = "NAME", value_parser = domain::check)]
     pub domain: Option<String>,
+    /// Term of the write lease: when this mount has been out of contact with the other site for so long, another mount may take
+    /// the lease, and data that was not pushed can no longer be pushed [default: for ever; the other site may have a limit]
+    #[arg(long, value_name = "DURATION", value_parser = text::parse_term, conflicts_with = "read_only")]
+    pub lease: Option<Duration>,
     /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
@@ -236,6 +241,7 @@ impl OptionArgs {
             push_interval: self.push_interval.unwrap_or(Duration::from_secs(5)),
             window: self.window,
             give_up_after: self.give_up_after.unwrap_or(Duration::from_secs(600)),
+            lease: self.lease,
             size: self.size,
         })
     }
@@ -262,6 +268,7 @@ impl OptionArgs {
             (self.push_interval.is_some(), "--push-interval"),
             (self.window.is_some(), "--window"),
             (self.give_up_after.is_some(), "--give-up-after"),
+            (self.lease.is_some(), "--lease"),
         ];
         if let Some((_, option)) = given.iter().find(|(given, _)| *given && local) {
             return Err(format!(

@@ -5,6 +5,7 @@ use drover_agent::home::{CleanUp, Home};
 use drover_agent::mounts;
 use drover_agent::text::{clean, moment};
 use drover_core::ImageName;
+use drover_store::lease::term_text;
 
 use crate::failure::{no_image, refused};
 use crate::{out, prompt};
@@ -37,6 +38,9 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
                 writer.map_or_else(String::new, |w| {
                     moment(i64::try_from(w.since_unix).unwrap_or_default())
                 }),
+                writer.map_or_else(String::new, |w| {
+                    w.term_seconds.map_or_else(|| "none".into(), term_text)
+                }),
                 clean(&held.connected.join(" ")),
             ]
         })
@@ -47,6 +51,7 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
         "writer",
         "mount",
         "since (UTC)",
+        "term",
         "connected",
     ];
     out::line(&out::table(&heading, rows, &[]))

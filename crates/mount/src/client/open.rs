@@ -140,6 +140,7 @@ pub async fn attempt(
             chunk: options.chunk,
             expected,
             note: options.note[..options.note.floor_char_boundary(MAX_NAME)].to_owned(),
+            term: options.term,
         };
         let connector = connector.clone();
         let requests = match connection {

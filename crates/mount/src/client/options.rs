@@ -33,6 +33,10 @@ pub struct Options {
     pub expected: Option<Identity>,
     /// A note identifying the mounting party, shown at the site.
     pub note: String,
+    /// How many seconds without a connection the mount wants to keep its write lease, from 1 to
+    /// [`MAX_TERM`](drover_store::lease::MAX_TERM); `None` for ever. The site may grant less:
+    /// [`Opened::term`].
+    pub term: Option<u64>,
     /// Connections for background reads in addition to the front one, at most 7.
     pub back_connections: usize,
     /// Limit of background bytes in flight; determined automatically if not given.
@@ -62,6 +66,7 @@ impl Options {
             mount: MountId::random(),
             expected: None,
             note: String::new(),
+            term: None,
             back_connections: 2,
             window: None,
             give_up: GIVE_UP,

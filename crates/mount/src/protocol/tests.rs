@@ -15,6 +15,7 @@ fn open() -> Open {
         chunk: DEFAULT_CHUNK,
         expected: None,
         note: "on nantes".into(),
+        term: Some(3600),
     }
 }
 
@@ -28,6 +29,13 @@ fn an_open_is_checked() {
     }
     let note = "x".repeat(MAX_NAME + 1);
     assert_eq!(refused(Open { note, ..open() }).code, Code::Protocol);
+    for term in [0, drover_store::lease::MAX_TERM + 1, u64::MAX] {
+        let open = Open {
+            term: Some(term),
+            ..open()
+        };
+        assert_eq!(refused(open).code, Code::Protocol);
+    }
     let mut more = encode(&open());
     more.push(0);
     assert!(decode::<Open>(&more).is_err());

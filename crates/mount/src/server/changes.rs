@@ -165,6 +165,7 @@ impl Server {
             mount,
             link: 0,
             note: note.to_owned(),
+            term: None,
         };
         let image = {
             let image_lock = self.image_lock(name);

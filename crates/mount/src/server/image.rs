@@ -12,7 +12,7 @@ use drover_device::remote::{Change, Epoch};
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::changes;
-use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
+use drover_store::lease::{Access, Holder, Identity, LeaseTable, Loss, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::overlays::{finish_discarding, refuse};
@@ -121,6 +121,8 @@ pub enum WhyBroken {
     ByUser,
     /// The holder may not write any more.
     RightLost,
+    /// The holder had no connection for longer than the lease's term, and another mount wanted the image.
+    TermOver,
 }
 
 /// An image without its overlay.
@@ -388,12 +390,15 @@ impl Image {
         self.leases_soon()?.store_again()
     }
 
-    /// Revokes the writer's lease, at the owner's request.
+    /// Breaks the writer's lease if `how` says how its holder loses it.
     ///
     /// # Errors
     /// A long commit, or a disk error.
-    pub fn break_lease(&self) -> Result<Option<Holder>, Refusal> {
-        self.leases_soon()?.break_lease()
+    pub fn break_lease(
+        &self,
+        how: &dyn Fn(&Holder) -> Option<Loss>,
+    ) -> Result<Option<(Holder, Loss)>, Refusal> {
+        self.leases_soon()?.break_lease(how)
     }
 
     /// Tells the site what has happened to it.
@@ -627,6 +632,7 @@ mod tests {
                 mount: MountId([n; 16]),
                 link: 1,
                 note: "disk".into(),
+                term: None,
             };
             let entered = image.enter(&who, Access::ReadWrite, None, Duration::ZERO, &|_| false);
             entered.unwrap();
@@ -636,7 +642,7 @@ mod tests {
         let change = |at| [Change::Write(at, vec![9; 4096].into())];
         enter(1);
         image.stage(&peer(1), 5, &change(0)).unwrap();
-        image.break_lease().unwrap();
+        image.break_lease(&|_| Some(Loss::Revoked)).unwrap();
         enter(2);
         image.stage(&peer(2), 6, &change(0)).unwrap();
         // The thread that broke the lease has waited until now for the first writer's connections.
@@ -648,7 +654,7 @@ mod tests {
         assert!(bytes == [9; 8192], "half an epoch counts");
         // Without a next writer the staged epoch is dropped.
         image.stage(&peer(2), 7, &change(0)).unwrap();
-        image.break_lease().unwrap();
+        image.break_lease(&|_| Some(Loss::Revoked)).unwrap();
         image.abandon_unheld().unwrap();
         assert_eq!(image.staged(7, 0).0, 0);
     }

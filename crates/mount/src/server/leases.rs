@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use drover_core::ImageName;
 use drover_net::{Code, PeerKey, Refusal};
@@ -12,7 +13,7 @@ use super::blocking::blocking;
 use super::image::{Happened, WhyBroken};
 use crate::MountError;
 use drover_store::changes;
-use drover_store::lease::{self, Holder, LeaseTable};
+use drover_store::lease::{Holder, LeaseTable, Loss, Who};
 
 /// An image that is mounted or leased.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,32 +112,62 @@ impl Server {
         name: &ImageName,
         why: WhyBroken,
     ) -> Result<Option<Holder>, MountError> {
+        let revoked = |_: &Holder| Some(Loss::Revoked);
+        Ok(self.end_lease(name, why, revoked).await?)
+    }
+
+    /// Breaks the writer's lease of an image for a mount that wants it, if its holder has had no connection for longer than
+    /// the lease's term; whether it did.
+    pub(super) async fn end_overdue(
+        self: &Arc<Self>,
+        name: &ImageName,
+        by: &Who,
+    ) -> Result<bool, Refusal> {
+        let (server, by) = (self.clone(), by.clone());
+        let overdue = move |holder: &Holder| {
+            let key = (PeerKey(holder.peer), holder.mount);
+            let is_here = server.state.lock().mounts.contains_key(&key);
+            let gone = server.config.absences.time(&key, Instant::now());
+            holder.loss(gone, &by).filter(|_| !is_here)
+        };
+        let ended = self.end_lease(name, WhyBroken::TermOver, overdue).await?;
+        Ok(ended.is_some())
+    }
+
+    /// Breaks the writer's lease of an image if `how` says how its holder loses it; returns the holder.
+    async fn end_lease(
+        self: &Arc<Self>,
+        name: &ImageName,
+        why: WhyBroken,
+        how: impl Fn(&Holder) -> Option<Loss> + Send + 'static,
+    ) -> Result<Option<Holder>, Refusal> {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
             // Prevents it from being opened meanwhile.
             let image_lock = server.image_lock(&name);
             let _opening = image_lock.lock();
             let open = server.state.lock().open.get(&name).cloned();
-            let holder = match &open {
-                Some(image) => image.break_lease(),
+            let broken = match &open {
+                Some(image) => image.break_lease(&how),
                 // Opening it may be impossible, which may be why the lease is stuck.
                 None => {
                     let directory = changes::directory(&server.config.state, &name);
-                    LeaseTable::open(name.clone(), directory)?.break_lease()
+                    LeaseTable::open(name.clone(), directory)?.break_lease(&how)
                 }
             }?;
-            if let Some(holder) = holder.clone() {
+            if let Some((holder, _)) = broken.clone() {
                 let broken = Happened::LeaseBroken { holder, why };
                 server.config.images.happened(&name, &broken);
             }
-            Ok((holder, open))
+            Ok((broken, open))
         });
-        let (holder, image) = broken.await?;
-        let Some(holder) = holder else {
+        let (broken, image) = broken.await?;
+        let Some((holder, loss)) = broken else {
             return Ok(None);
         };
         self.counters.lease_broken();
         let key = (PeerKey(holder.peer), holder.mount);
+        self.config.absences.forget(&key);
         let connections = {
             let state = self.state.lock();
             state
@@ -146,7 +177,8 @@ impl Server {
                 .unwrap_or_default()
         };
         for connection in connections {
-            let refusal = Refusal::new(Code::Lost, lease::broken(connection.image.name().as_str()));
+            let message = loss.message(connection.image.name().as_str());
+            let refusal = Refusal::new(Code::Lost, message);
             connection.end(refusal).await;
         }
         // An image that is not open drops what was staged when it is opened for the next writer.

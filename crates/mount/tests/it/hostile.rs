@@ -69,6 +69,7 @@ fn honest() -> Opened {
         fresh: false,
         read_only: true,
         direct: DirectCapabilities::default(),
+        term: None,
     }
 }
 

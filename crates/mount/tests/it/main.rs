@@ -12,4 +12,5 @@ mod offline;
 mod push;
 mod real;
 mod seal;
+mod term;
 mod util;

@@ -100,12 +100,7 @@ impl Site {
 }
 
 pub fn serve(images: Arc<dyn Images>, state: &Path) -> Arc<Server> {
-    let config = Config {
-        images,
-        state: state.to_owned(),
-        threads: 2,
-    };
-    Server::new(config).expect("threads")
+    Server::new(Config::new(images, state, 2)).expect("threads")
 }
 
 /// Bytes that are noise, text and zeros by turns.

@@ -5,36 +5,80 @@ use std::io;
 use std::path::Path;
 
 use drover_core::is_disk_full;
-use drover_net::{Code, Refusal, decode, encode};
+use drover_net::{Code, NetError, Refusal, decode, encode};
+use serde::Deserialize;
 
-use super::record::{Holder, MountId, Record};
+use super::record::{Broken, Holder, Loss, MountId, Record};
 
 /// File name, in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";
 
 /// Magic: the format and its version.
-const MAGIC: [u8; 12] = *b"DRVRLSE\0\x02\0\0\0";
+const MAGIC: [u8; 12] = *b"DRVRLSE\0\x03\0\0\0";
 
-/// The previous version: readable, and upgraded with the next change.
+/// Previous versions: readable, and upgraded with the next change.
+const MAGIC_2: [u8; 12] = *b"DRVRLSE\0\x02\0\0\0";
 const MAGIC_1: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
 
-/// The record of version 1, which lacks the name of the last writer.
-#[derive(serde::Serialize, serde::Deserialize)]
+/// The holder in versions 1 and 2, whose leases have no term.
+#[derive(Deserialize)]
+struct HolderV2 {
+    peer: [u8; 32],
+    peer_name: String,
+    mount: MountId,
+    since_unix: u64,
+    note: String,
+}
+
+impl From<HolderV2> for Holder {
+    fn from(old: HolderV2) -> Self {
+        Self {
+            peer: old.peer,
+            peer_name: old.peer_name,
+            mount: old.mount,
+            since_unix: old.since_unix,
+            note: old.note,
+            term: None,
+        }
+    }
+}
+
+/// The record of version 1, which lacks the last holder.
+#[derive(Deserialize)]
 struct RecordV1 {
     edition: u64,
     last_writer: Option<([u8; 32], MountId)>,
-    holder: Option<Holder>,
+    holder: Option<HolderV2>,
     broken: Vec<([u8; 32], MountId)>,
 }
 
 impl From<RecordV1> for Record {
     fn from(old: RecordV1) -> Self {
+        let holder = old.holder.map(Holder::from);
+        let revoked = |(peer, mount)| Broken {
+            peer,
+            mount,
+            how: Loss::Revoked,
+        };
         Self {
             edition: old.edition,
             last_writer: old.last_writer,
-            last: old.holder.clone(),
-            holder: old.holder,
-            broken: old.broken,
+            last: holder.clone(),
+            holder,
+            broken: old.broken.into_iter().map(revoked).collect(),
+        }
+    }
+}
+
+/// The record of version 2, in which leases could only be revoked.
+#[derive(Deserialize)]
+struct RecordV2(RecordV1, Option<HolderV2>);
+
+impl From<RecordV2> for Record {
+    fn from(RecordV2(old, last): RecordV2) -> Self {
+        Self {
+            last: last.map(Holder::from),
+            ..old.into()
         }
     }
 }
@@ -64,8 +108,11 @@ pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
 
 pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     let damaged = "damaged; `drover mounts break` for this image, at this site, replaces it";
-    let old = bytes.strip_prefix(&MAGIC_1[..]);
-    let Some(rest) = old.or(bytes.strip_prefix(&MAGIC[..])) else {
+    let version = |magic: &[u8; 12], parse: Parse| Some((bytes.strip_prefix(&magic[..])?, parse));
+    let known = version(&MAGIC, decode)
+        .or_else(|| version(&MAGIC_2, |body| decode::<RecordV2>(body).map(Record::from)))
+        .or_else(|| version(&MAGIC_1, |body| decode::<RecordV1>(body).map(Record::from)));
+    let Some((rest, parse)) = known else {
         return Err(match bytes.strip_prefix(&MAGIC[..8]) {
             Some(_) => "a lease of another version of drover; use that one, or `drover mounts break` for this \
                         image replaces it"
@@ -79,12 +126,11 @@ pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     if blake3::hash(body).as_bytes() != sum {
         return Err(damaged.into());
     }
-    match old {
-        Some(_) => decode::<RecordV1>(body).map(Record::from),
-        None => decode(body),
-    }
-    .map_err(|e| e.to_string())
+    parse(body).map_err(|e| e.to_string())
 }
+
+/// Decodes the body of one version.
+type Parse = fn(&[u8]) -> Result<Record, NetError>;
 
 /// Removes temporary files of processes that crashed while they wrote the lease.
 pub fn remove_leftovers(directory: &Path) {

@@ -39,6 +39,35 @@ pub struct Holder {
     pub since_unix: u64,
     /// A note that describes the mount, for display.
     pub note: String,
+    /// The lease's term: how many seconds without a connection the mount keeps it; `None` for ever.
+    pub term: Option<u64>,
+}
+
+/// A write lease that its holder has lost.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Broken {
+    /// The key of the holder's site.
+    pub(super) peer: [u8; 32],
+    /// The mount.
+    pub(super) mount: MountId,
+    /// How it was lost.
+    pub(super) how: Loss,
+}
+
+/// How a holder loses its write lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Loss {
+    /// The lease was revoked at the site.
+    Revoked,
+    /// The holder had no connection for longer than the term, and another mount took the lease.
+    TermOver {
+        /// The term in seconds.
+        term: u64,
+        /// When the lease was taken, in seconds since 1970.
+        at_unix: u64,
+        /// A description of the mount that took it.
+        by: String,
+    },
 }
 
 /// The content of the lease file.
@@ -49,8 +78,8 @@ pub(crate) struct Record {
     /// The last writer.
     pub(super) last_writer: Option<([u8; 32], MountId)>,
     pub(super) holder: Option<Holder>,
-    /// Mounts whose lease was broken, newest last.
-    pub(super) broken: Vec<([u8; 32], MountId)>,
+    /// Leases that were broken, newest last.
+    pub(super) broken: Vec<Broken>,
     /// The last holder, for display; `None` when recorded by an earlier version or after changes were discarded.
     pub(super) last: Option<Holder>,
 }

@@ -1,5 +1,6 @@
 use drover_core::Digest;
 use drover_net::Rights;
+use proptest::prelude::*;
 
 use super::*;
 
@@ -14,7 +15,20 @@ fn who(n: u8) -> Who {
         mount: MountId([n; 16]),
         link: 1,
         note: "disk of a guest".into(),
+        term: None,
     }
+}
+
+/// The same with a lease of this term, in seconds.
+fn with_term(n: u8, term: u64) -> Who {
+    Who {
+        term: Some(term),
+        ..who(n)
+    }
+}
+
+fn revoked(_: &Holder) -> Option<Loss> {
+    Some(Loss::Revoked)
 }
 
 fn at(seconds: u64) -> Duration {
@@ -129,17 +143,18 @@ fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
 fn the_holder_of_a_broken_lease_learns_of_it() {
     let place = Place::new();
     let mut leases = place.leases();
-    assert_eq!(leases.break_lease(), Ok(None));
+    assert_eq!(leases.break_lease(&revoked), Ok(None));
     leases
         .enter(&who(1), Access::ReadWrite, at(0), &|_| false)
         .unwrap();
-    let had = leases.break_lease().unwrap().unwrap();
+    let (had, _) = leases.break_lease(&revoked).unwrap().unwrap();
     assert_eq!((had.peer, had.peer_name.as_str()), ([1; 32], "site1"));
     let mut leases = place.leases();
     let e = leases
         .enter(&who(1), Access::ReadWrite, at(1), &|_| false)
         .unwrap_err();
     assert_eq!(e.code, Code::Lost, "{e}");
+    assert!(e.message.contains("was revoked at its site"), "{e}");
     leases
         .enter(&who(2), Access::ReadWrite, at(1), &|_| false)
         .unwrap();
@@ -246,20 +261,215 @@ fn the_site_claims_an_unheld_lease_and_starts_a_new_edition() {
 }
 
 #[test]
-fn a_lease_of_the_first_version_is_read() {
-    let holder = who(3).holder();
-    let body = drover_net::encode(&(
-        4u64,
-        Some((holder.peer, holder.mount)),
-        Some(holder.clone()),
-        Vec::<([u8; 32], MountId)>::new(),
-    ));
-    let mut bytes = b"DRVRLSE\0\x01\0\0\0".to_vec();
-    bytes.extend_from_slice(blake3::hash(&body).as_bytes());
-    bytes.extend_from_slice(&body);
-    let record = file::parse(&bytes).unwrap();
-    assert_eq!((record.edition, &record.holder), (4, &Some(holder.clone())));
-    assert_eq!(record.last, Some(holder));
+fn a_lease_with_a_term_is_lost_to_another_mount_when_its_holder_is_gone_for_longer() {
+    let place = Place::new();
+    let nobody = |_: &_| false;
+    let mut leases = place.leases();
+    leases
+        .enter(&with_term(1, 3600), Access::ReadWrite, at(0), &nobody)
+        .unwrap();
+    // The site restarts.
+    let mut leases = place.leases();
+    let e = leases
+        .enter(&who(2), Access::ReadOnly, at(1), &nobody)
+        .unwrap_err();
+    assert_eq!(e.code, Code::Held);
+    assert!(e.message.contains("out of contact for 1h"), "{e}");
+    let taken = |leases: &mut LeaseTable, gone| {
+        let how = |holder: &Holder| holder.loss(at(gone), &who(2));
+        leases.break_lease(&how).unwrap()
+    };
+    assert_eq!(taken(&mut leases, 3599), None);
+    let (holder, _) = taken(&mut leases, 3600).unwrap();
+    assert_eq!(holder.peer_name, "site1");
+    let mut leases = place.leases();
+    leases
+        .enter(&who(2), Access::ReadWrite, at(2), &nobody)
+        .unwrap();
+    let e = leases
+        .enter(&with_term(1, 3600), Access::ReadWrite, at(3), &nobody)
+        .unwrap_err();
+    assert_eq!(e.code, Code::Lost, "{e}");
+    for words in [
+        "the write lease of web ended at 20",
+        " UTC, when site2 (disk of a guest) took it",
+        "the lease's term, 1h",
+        "stays in this mount's cache; discard it",
+    ] {
+        assert!(e.message.contains(words), "{words:?} is not in {e}");
+    }
+    // One without a term is kept for ever.
+    assert_eq!(taken(&mut leases, u64::MAX), None);
+}
+
+#[test]
+fn a_holder_may_choose_another_term() {
+    let place = Place::new();
+    let term = |leases: &LeaseTable| leases.holder().unwrap().term;
+    let wants = [None, Some(60), Some(7200), None];
+    for wanted in wants {
+        let who = Who {
+            term: wanted,
+            ..who(1)
+        };
+        let mut leases = place.leases();
+        leases
+            .enter(&who, Access::ReadWrite, at(0), &|_| false)
+            .unwrap();
+        let leases = place.leases();
+        assert_eq!(term(&leases), wanted);
+        assert_eq!(leases.last_edition(), 1, "it is the same writer");
+        assert_eq!(leases.last_writer(), leases.holder());
+    }
+}
+
+#[test]
+fn terms_are_said_as_they_are_chosen() {
+    for (seconds, text) in [
+        (1, "1s"),
+        (90, "1m 30s"),
+        (3600, "1h"),
+        (86_400, "1d"),
+        (90_000, "1d 1h"),
+        (30 * 86_400, "30d"),
+    ] {
+        assert_eq!(term_text(seconds), text);
+    }
+    assert!(!term_text(u64::MAX).is_empty());
+}
+
+type Old = ([u8; 32], String, MountId, u64, String);
+
+fn old(holder: &Holder) -> Old {
+    let Holder {
+        peer,
+        peer_name,
+        mount,
+        since_unix,
+        note,
+        ..
+    } = holder.clone();
+    (peer, peer_name, mount, since_unix, note)
+}
+
+fn file_of(version: u8, body: &[u8]) -> Vec<u8> {
+    let mut bytes = b"DRVRLSE\0".to_vec();
+    bytes.extend([version, 0, 0, 0]);
+    bytes.extend_from_slice(blake3::hash(body).as_bytes());
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+#[test]
+fn leases_of_earlier_versions_are_read_and_have_no_term() {
+    let (holder, last) = (who(3).holder(), who(4).holder());
+    let writer = Some((holder.peer, holder.mount));
+    let lost = vec![(last.peer, last.mount)];
+    let body = drover_net::encode(&(4u64, writer, Some(old(&holder)), lost.clone()));
+    let first = file::parse(&file_of(1, &body)).unwrap();
+    assert_eq!((first.edition, &first.holder), (4, &Some(holder.clone())));
+    assert_eq!(first.last, Some(holder.clone()));
+    let body = (4u64, writer, Some(old(&holder)), lost, Some(old(&last)));
+    let body = drover_net::encode(&body);
+    let second = file::parse(&file_of(2, &body)).unwrap();
+    let expected = Record {
+        edition: 4,
+        last_writer: writer,
+        holder: Some(holder),
+        broken: vec![Broken {
+            peer: last.peer,
+            mount: last.mount,
+            how: Loss::Revoked,
+        }],
+        last: Some(last),
+    };
+    assert_eq!(second, expected);
+    // It is written in the new one.
+    let place = Place::new();
+    let directory = place.0.path().join("web");
+    std::fs::create_dir(&directory).unwrap();
+    std::fs::write(directory.join(file::FILE_NAME), file_of(2, &body)).unwrap();
+    place.leases().store_again().unwrap();
+    let bytes = std::fs::read(directory.join(file::FILE_NAME)).unwrap();
+    assert_eq!(bytes[8], 3);
+    assert_eq!(file::parse(&bytes).unwrap(), expected);
+    assert!(file::parse(&file_of(4, &body)).is_err());
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Enter(u8, Option<u64>),
+    Close(u8),
+    /// Another mount wants it, and the holder has been gone for so long.
+    Want(u8, u64),
+    Revoke,
+    /// The site restarts.
+    Restart,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let term = prop::option::of(1u64..10);
+    let step = prop_oneof![
+        (1u8..5, term).prop_map(|(n, term)| Step::Enter(n, term)),
+        (1u8..5).prop_map(Step::Close),
+        (1u8..5, 0u64..12).prop_map(|(n, gone)| Step::Want(n, gone)),
+        Just(Step::Revoke),
+        Just(Step::Restart),
+    ];
+    prop::collection::vec(step, 0..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// At any time at most one mount holds the lease, its term is the one it asked for last, and who has lost it is told so
+    /// ever after.
+    #[test]
+    fn a_lease_is_lost_only_when_its_term_is_over_or_it_is_revoked(steps in steps()) {
+        let place = Place::new();
+        let mut leases = place.leases();
+        let (mut holder, mut lost): (Option<(u8, Option<u64>)>, Vec<u8>) = (None, Vec::new());
+        for (link, step) in steps.into_iter().enumerate() {
+            match step {
+                Step::Enter(n, term) => {
+                    let who = Who { term, link: link as u64 + 1, ..who(n) };
+                    let entered = leases.enter(&who, Access::ReadWrite, at(0), &|_| false);
+                    let expected = match holder {
+                        _ if lost.contains(&n) => Err(Code::Lost),
+                        Some((other, _)) if other != n => Err(Code::Held),
+                        _ => Ok(()),
+                    };
+                    if expected.is_ok() {
+                        holder = Some((n, term));
+                    }
+                    prop_assert_eq!(entered.map_err(|e| e.code), expected);
+                }
+                Step::Close(n) => {
+                    leases.close(who(n).peer.key, who(n).mount, link as u64).unwrap();
+                    holder = holder.filter(|(other, _)| *other != n);
+                }
+                Step::Want(n, gone) => {
+                    let how = |holder: &Holder| holder.loss(at(gone), &who(n));
+                    let broken = leases.break_lease(&how).unwrap().map(|(was, _)| was.peer[0]);
+                    let over = holder.filter(|(_, term)| term.is_some_and(|term| gone >= term));
+                    prop_assert_eq!(broken, over.map(|(n, _)| n));
+                    if let Some((n, _)) = over {
+                        holder = None;
+                        lost.push(n);
+                    }
+                }
+                Step::Revoke => {
+                    leases.break_lease(&revoked).unwrap();
+                    lost.extend(holder.take().map(|(n, _)| n));
+                }
+                Step::Restart => leases = place.leases(),
+            }
+            let found = leases.holder().map(|holder| (holder.peer[0], holder.term));
+            prop_assert_eq!(found, holder);
+            let stored = place.leases();
+            prop_assert_eq!(stored.holder(), leases.holder(), "it is durable");
+        }
+    }
 }
 
 #[test]

@@ -54,6 +54,7 @@ fn mount(number: u8, name: &str) -> Vec<u8> {
         chunk: MIN_CHUNK,
         expected: None,
         note: "hostile".into(),
+        term: None,
     })
 }
 

@@ -25,6 +25,7 @@ pub fn open_as(mount: u8, name: &str, access: Access) -> Vec<u8> {
         chunk: MIN_CHUNK,
         expected: None,
         note: "hostile".into(),
+        term: None,
     })
 }
 

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
 use super::{Mounts, can_mount, text};
-use crate::world::until;
+use crate::world::{Ran, until};
 
 #[test]
 fn one_writer_and_the_refusal_of_the_second_names_the_holder() {
@@ -171,4 +171,140 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     assert_eq!(broken[0]["key"], opened[0]["key"]);
     assert_eq!(broken[1]["key"], opened[1]["key"]);
     assert_ne!(opened[0]["key"], opened[1]["key"]);
+}
+
+/// Pairs a home with the far site, past the link.
+fn pair_past_the_link(m: &Mounts, home: &str) {
+    let ticket = m.world.run("far", &["ticket", "--advertise", &m.listen]);
+    let ticket = ticket.ok().out;
+    m.world
+        .run(home, &["pair", ticket.trim(), "--name", "far"])
+        .ok();
+}
+
+/// Mounts the image for another home, as soon as it may.
+fn take_over(m: &Mounts) {
+    let path = m.world.path("second");
+    let mut ran: Option<Ran> = None;
+    until("the lease is free", || {
+        let other = ["mount", "far:web.raw", text(&path)];
+        let tried = m.world.run("other", &other);
+        assert!(matches!(tried.code, Some(0 | 3)), "{tried:?}");
+        ran.insert(tried).code == Some(0)
+    });
+}
+
+#[test]
+fn a_mount_that_is_gone_for_longer_than_its_term_loses_its_lease() {
+    if !can_mount("a_mount_that_is_gone_for_longer_than_its_term_loses_its_lease") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = m.raw("web.raw", 25);
+    pair_past_the_link(&m, "other");
+    let path = m.world.path("disk");
+    let mut args = vec!["mount", "far:web.raw", text(&path)];
+    args.extend(["--push-interval", "100ms", "--lease", "2s"]);
+    let ran = m.near(&args).ok();
+    assert_eq!(ran.err, "", "it got what it asked for");
+    let file = File::options().write(true).open(&path).unwrap();
+    file.write_all_at(&[1; 4096], 0).unwrap();
+    file.sync_all().unwrap();
+    m.pushed();
+    bytes[..4096].fill(1);
+    // As long as it is connected, nobody else gets it.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    let second = m.world.path("second");
+    m.world
+        .run("other", &["mount", "far:web.raw", text(&second)])
+        .fails(3, &["holds the write lease", "out of contact for 2s"]);
+    let leases = ["mounts", "leases"];
+    assert!(m.world.run("far", &leases).ok().out.contains("2s"));
+    m.proxy.cut();
+    until("the cut is seen", || m.disk()["link"] != "up");
+    file.write_all_at(&[2; 4096], 0).unwrap();
+    file.sync_all().unwrap();
+    take_over(&m);
+    assert!(fs::read(&second).unwrap() == bytes, "what was pushed");
+
+    // It comes back, and is told.
+    m.proxy.heal();
+    until("the old writer gets an error", || {
+        file.write_all_at(&[3; 4096], 0)
+            .and_then(|()| file.sync_all())
+            .is_err()
+    });
+    let told = m.disk()["link"].as_str().unwrap().to_owned();
+    for words in [
+        "the write lease of web.raw ended at",
+        "took it",
+        "term, 2s",
+        "data that was not pushed stays in this mount's cache",
+    ] {
+        assert!(told.contains(words), "{words:?} is not in {told}");
+    }
+    drop(file);
+    m.unmount(&path, &[]).fails(1, &["--"]);
+    assert!(m.disk()["dirty"].as_u64().unwrap() >= 4096, "it is kept");
+    m.unmount(&path, &["--discard", "-y"]).ok();
+    m.world.run("other", &["unmount", text(&second)]).ok();
+    assert!(m.far_bytes("web.raw") == bytes);
+
+    let audit = ["audit", "--json", "--image", "web.raw"];
+    let events = m.world.run("far", &audit).ok().json();
+    let broken = events.iter().find(|e| e["event"] == "lease-broken");
+    let broken = broken.unwrap();
+    assert_eq!(broken["by"], "site");
+    let detail = broken["detail"].as_str().unwrap();
+    assert!(
+        detail.contains("out of contact for longer than 2s"),
+        "{detail}"
+    );
+}
+
+#[test]
+fn a_site_limits_the_term_and_counts_it_from_its_restart() {
+    if !can_mount("a_site_limits_the_term_and_counts_it_from_its_restart") {
+        return;
+    }
+    let mut m = Mounts::new();
+    m.raw("web.raw", 26);
+    pair_past_the_link(&m, "other");
+    m.kill_site();
+    fs::write(m.world.path("far/config.toml"), "lease = \"3s\"\n").unwrap();
+    m.start_site();
+    let path = m.world.path("disk");
+    let ran = m.near(&["mount", "far:web.raw", text(&path)]).ok();
+    assert!(ran.err.contains("far limits leases"), "{ran:?}");
+    assert!(ran.err.contains("out of contact for 3s"), "{ran:?}");
+    m.proxy.cut();
+    m.kill_site();
+    m.start_site();
+    let leases = m.world.run("far", &["mounts", "leases", "--json"]);
+    assert_eq!(leases.ok().json()[0]["writer"]["term_seconds"], 3);
+    take_over(&m);
+    m.proxy.heal();
+    until("it is told", || {
+        let link = m.disk()["link"].as_str().unwrap().to_owned();
+        link.contains("ended at")
+    });
+    m.unmount(&path, &["--discard", "-y"]).ok();
+    let second = m.world.path("second");
+    m.world.run("other", &["unmount", text(&second)]).ok();
+}
+
+#[test]
+fn a_term_is_for_mounts_that_write_and_at_least_a_second() {
+    let m = Mounts::new();
+    let path = m.world.path("disk");
+    for (image, options) in [
+        ("far:web.raw", &["--lease", "0s"][..]),
+        ("far:web.raw", &["--lease", "soon"]),
+        ("far:web.raw", &["--lease", "1h", "--read-only"]),
+        ("file:web.raw", &["--lease", "1h"]),
+    ] {
+        let args = [&["mount", image, text(&path)], options].concat();
+        let ran = m.near(&args).code(2);
+        assert!(ran.err.contains("--lease"), "{ran:?}");
+    }
 }

@@ -89,6 +89,7 @@ pub fn opening(mount: MountId, access: Access) -> Vec<u8> {
         chunk: CHUNK,
         expected: None,
         note: String::new(),
+        term: None,
     };
     drover_net::encode(&open)
 }

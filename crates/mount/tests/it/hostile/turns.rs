@@ -134,6 +134,7 @@ async fn mount((address, site): &(String, PeerKey), peer: &Key) -> Rude {
         chunk: CHUNK,
         expected: None,
         note: String::new(),
+        term: None,
     };
     service::open(&mut writer, &open).await.unwrap();
     writer.flush().await.unwrap();
