@@ -405,6 +405,10 @@ impl Server {
         let (server, image) = (self.clone(), image.clone());
         let (access, expected, now) = (open.access, open.expected, self.started.elapsed());
         blocking(move || {
+            let key = (who.peer.key, who.mount);
+            // It counts as gone until it joins, which may be long after it was admitted.
+            let in_contact = || server.config.absences.left(key, Instant::now());
+            image.returns(key.0, key.1, in_contact)?;
             let connected = |key: &(PeerKey, MountId)| server.state.lock().mounts.contains_key(key);
             image.enter(&who, access, expected, now, &connected)
         })

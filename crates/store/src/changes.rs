@@ -241,6 +241,7 @@ mod tests {
                 mount: MountId([1; 16]),
                 link: 1,
                 note: String::new(),
+                term: None,
             };
             let mut leases = LeaseTable::open(name, directory.clone()).unwrap();
             let entered = leases.enter(&who, Access::ReadWrite, Duration::ZERO, &|_| false);

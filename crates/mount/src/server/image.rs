@@ -318,6 +318,23 @@ impl Image {
         self.leases.lock().is_held_by(peer, mount)
     }
 
+    /// Calls `what` before a mount that comes back can lose its lease, if it still holds it.
+    ///
+    /// # Errors
+    /// A long commit.
+    pub fn returns(
+        &self,
+        peer: PeerKey,
+        mount: MountId,
+        what: impl FnOnce(),
+    ) -> Result<(), Refusal> {
+        let leases = self.leases_soon()?;
+        if leases.is_held_by(peer, mount) {
+            what();
+        }
+        Ok(())
+    }
+
     /// Calls `what` while a mount holds the lease and cannot lose it; none if it does not hold it.
     pub fn while_held<T>(
         &self,

@@ -2,16 +2,17 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use drover_core::DeviceError;
+use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{Link, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
-use drover_mount::server::{Absences, Config, Images, Server};
-use drover_net::{Code, PeerKey};
+use drover_mount::server::{Absences, Base, Config, Images, Room, Server};
+use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_store::lease::{Access, MountId};
+use parking_lot::Mutex;
 
 use crate::local_stub::LocalStub;
 use crate::util::{Near, Shelf, content, memory, name, runtime};
@@ -225,5 +226,80 @@ fn a_site_may_grant_a_shorter_term_than_a_mount_asks_for() {
     };
     let client = world.open(&near, reader).unwrap();
     assert_eq!(client.opened().term, None);
+    close(&client);
+}
+
+/// A shelf at which one call, after a mount was admitted, takes long.
+struct Slow {
+    shelf: Arc<Shelf>,
+    key: PeerKey,
+    /// How many calls of that peer are left until then; none when it is 0.
+    left: AtomicU64,
+    go: Mutex<()>,
+}
+
+impl Images for Slow {
+    fn allow(&self, _: &ImageName, peer: &Peer, _: Access) -> Result<(), Refusal> {
+        let left = |n: u64| n.checked_sub(1).filter(|_| peer.key == self.key);
+        let was = self
+            .left
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
+        if was == Ok(1) {
+            drop(self.go.lock());
+        }
+        Ok(())
+    }
+
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<Room, Refusal> {
+        self.shelf.room(peer, bytes)
+    }
+
+    fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        self.shelf.open(name)
+    }
+}
+
+#[test]
+fn a_writer_that_is_just_coming_back_keeps_its_lease() {
+    let mut world = World::new();
+    let images = Arc::new(Slow {
+        shelf: world.images.clone(),
+        key: world.near.peer.key,
+        left: AtomicU64::new(0),
+        go: Mutex::default(),
+    });
+    let inside = world.runtime.enter();
+    let config = Config {
+        absences: Arc::clone(&world.absences),
+        ..Config::new(images.clone(), world.state.path(), 2)
+    };
+    world.server = Server::new(config).unwrap();
+    drop(inside);
+    world.near = Near::again(world.server.clone(), world.near.peer.clone());
+    world.other.now(world.server.clone());
+    let options = Options {
+        back_connections: 0,
+        ..writer(1, Some(TERM))
+    };
+    let client = world.open(&world.near, options).unwrap();
+    let local = LocalStub::attach(&client, false);
+    world.vanish();
+    world
+        .absences
+        .left(world.key(1), before(Duration::from_secs(TERM)));
+    // It is admitted, and joins later.
+    let going = images.go.lock();
+    images.left.store(3, Ordering::SeqCst);
+    world.near.down.store(false, Ordering::Relaxed);
+    let began = Instant::now();
+    while images.left.load(Ordering::SeqCst) > 0 {
+        assert!(began.elapsed() < PATIENCE, "it does not come back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(world.refusal(writer(2, None)).0, Code::Held);
+    drop(going);
+    local.wait("up", |received| {
+        matches!(received.links.last(), Some(Link::Up(_)))
+    });
     close(&client);
 }
