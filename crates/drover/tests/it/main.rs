@@ -16,4 +16,5 @@ mod send;
 mod serve;
 mod space;
 mod transfers;
+mod upgrade;
 mod world;
