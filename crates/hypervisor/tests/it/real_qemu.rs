@@ -1,23 +1,20 @@
 //! QEMU without a guest: commands and their answers, descriptors, a migration of a machine that has booted nothing.
 
-use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream as Socket};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use drover_hypervisor::machine::{
-    Action, Channel, Data, Export, Machine, MigrationParameters, MigrationStatus, Node, RunState,
+    Action, Data, Export, Machine, MigrationParameters, MigrationStatus, Node, RunState,
     TCG_VERSION, Yank,
 };
 use drover_hypervisor::qmp::Command;
 use drover_hypervisor::testing::{Launch, PATIENCE, program};
 use drover_hypervisor::{ErrorClass, HypervisorError};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
 use tokio::sync::watch;
 
-use crate::util::{Pair, raw, wait_event};
+use crate::util::{Pair, connect, raw, wait_event};
 
 fn file_node(name: &str, path: PathBuf) -> Node {
     Node::File {
@@ -208,44 +205,6 @@ async fn bitmaps_and_exports_come_and_go() {
     }
     assert_eq!(machine.bitmaps("disk").await.unwrap(), []);
     machine.stop_nbd_server().await.unwrap();
-}
-
-/// Carries bytes both ways while the other end of `open` says so; then nothing, though both ends stay connected.
-fn relay(here: Socket, there: Socket, open: &watch::Receiver<bool>) {
-    let ends = [here, there].map(|socket| {
-        socket.set_nonblocking(true).unwrap();
-        UnixStream::from_std(socket).unwrap().into_split()
-    });
-    let [(read_here, write_here), (read_there, write_there)] = ends;
-    for (mut from, mut to) in [(read_here, write_there), (read_there, write_here)] {
-        let mut open = open.clone();
-        tokio::spawn(async move {
-            let mut buffer = vec![0; 64 << 10];
-            while let Ok(count @ 1..) = from.read(&mut buffer).await {
-                if open.wait_for(|open| *open).await.is_err()
-                    || to.write_all(&buffer[..count]).await.is_err()
-                {
-                    return;
-                }
-            }
-        });
-    }
-}
-
-/// Hands each side an end of a connection through a relay.
-async fn connect(source: &Machine, destination: &Machine, open: &watch::Receiver<bool>) -> Channel {
-    let ends = [source, destination].map(|machine| (machine, Socket::pair().unwrap()));
-    let mut ours = Vec::new();
-    for (machine, (theirs, mine)) in ends {
-        machine
-            .pass_descriptor("migration", OwnedFd::from(theirs))
-            .await
-            .unwrap();
-        ours.push(mine);
-    }
-    let (there, here) = (ours.pop().unwrap(), ours.pop().unwrap());
-    relay(here, there, open);
-    Channel::Descriptor("migration".into())
 }
 
 #[tokio::test]

@@ -1,6 +1,8 @@
 //! What tests with several QEMUs share.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream as Socket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -12,6 +14,9 @@ use drover_hypervisor::qmp::Events;
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::testing::{Launch, PATIENCE};
 use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
 
 /// A raw image of so many zero bytes.
 pub fn raw(directory: &Path, name: &str, size: u64) -> PathBuf {
@@ -71,6 +76,48 @@ impl Pair {
             .await
             .unwrap();
     }
+}
+
+/// Carries bytes both ways while the other end of `open` says so; then nothing, though both ends stay connected.
+fn relay(here: Socket, there: Socket, open: &watch::Receiver<bool>) {
+    let ends = [here, there].map(|socket| {
+        socket.set_nonblocking(true).unwrap();
+        UnixStream::from_std(socket).unwrap().into_split()
+    });
+    let [(read_here, write_here), (read_there, write_there)] = ends;
+    for (mut from, mut to) in [(read_here, write_there), (read_there, write_here)] {
+        let mut open = open.clone();
+        tokio::spawn(async move {
+            let mut buffer = vec![0; 64 << 10];
+            while let Ok(count @ 1..) = from.read(&mut buffer).await {
+                if open.wait_for(|open| *open).await.is_err()
+                    || to.write_all(&buffer[..count]).await.is_err()
+                {
+                    return;
+                }
+            }
+        });
+    }
+}
+
+/// Hands each side an end of a connection through a relay.
+pub async fn connect(
+    source: &Machine,
+    destination: &Machine,
+    open: &watch::Receiver<bool>,
+) -> Channel {
+    let ends = [source, destination].map(|machine| (machine, Socket::pair().unwrap()));
+    let mut ours = Vec::new();
+    for (machine, (theirs, mine)) in ends {
+        machine
+            .pass_descriptor("migration", OwnedFd::from(theirs))
+            .await
+            .unwrap();
+        ours.push(mine);
+    }
+    let (there, here) = (ours.pop().unwrap(), ours.pop().unwrap());
+    relay(here, there, open);
+    Channel::Descriptor("migration".into())
 }
 
 /// Waits for an event by its name.
