@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log   serve.ticket
-//! images/        work/         index/        mounted/     mounts/
+//! images/        work/         index/        mounted/     mounts/      machines/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
 
@@ -20,12 +20,13 @@ use std::time::Duration;
 use drover_net::{DEFAULT_DOMAIN, Identity};
 use drover_storage::{make_private_dir, open_private};
 use drover_store::domain;
+use drover_store::machine::Machines;
 use drover_store::space::Places;
 
 use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
 
-pub use config::{Chosen, Config};
+pub use config::{Chosen, Config, MachineConfig};
 pub use reserve::{CleanUp, LOOK_EVERY};
 
 /// Retries of a lock that is held, and the pause between them.
@@ -312,6 +313,11 @@ impl Home {
             index: self.index_dir(),
             reserve: self.reserve_path(),
         }
+    }
+
+    /// The records of machines that migrate, of all domains.
+    pub fn machines(&self) -> Machines {
+        Machines::new(self.site_dir().join("machines"))
     }
 
     /// The control socket of the running site.

@@ -4,6 +4,7 @@
 //! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: opening the site in it.
 //! - [`serve`]: the process that others connect to; [`remote`]: requests to it, or to a peer.
 //! - [`domains`]: the parts of a site that do not see each other.
+//! - [`machines`]: machines that migrate to this site or from it.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
 //!
@@ -31,6 +32,7 @@ pub mod domains;
 pub mod error;
 pub mod home;
 pub mod images;
+pub mod machines;
 pub mod metrics;
 pub mod mounts;
 mod notice;

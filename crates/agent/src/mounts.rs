@@ -51,7 +51,7 @@ pub use leases::{
 pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
-pub use site_images::{limited_server, own, site_server};
+pub use site_images::{OwnConnector, limited_server, own, site_server};
 pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
 

@@ -6,6 +6,7 @@
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
+//! - `machines`: machines that migrate to the site.
 //! - `ownership`: what belongs to a caller.
 //! - `expiry`: removes abandoned transfers.
 //! - `look`: the status of all domains.
@@ -29,6 +30,7 @@ mod in_domain;
 mod jobs;
 mod leases;
 mod look;
+mod machines;
 mod manage;
 mod matchers;
 mod matching;
@@ -50,7 +52,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use drover_migrate::Moves;
 use drover_mount::server::Absences;
+use drover_net::service::Services;
 use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey};
 use drover_store::{Grant, SiteCatalog};
 use sd_notify::NotifyState;
@@ -65,6 +69,7 @@ use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::now_unix;
 use domains::{Domain, Domains};
+use machines::SiteMachines;
 use matchers::Matchers;
 use owners::Owners;
 use recovery::Recovery;
@@ -215,9 +220,15 @@ async fn run(
     }
     tokio::spawn(count_strangers(Arc::clone(&server)));
     announce(&server, listener.local_addr(), args.ticket, ready)?;
-    let talks = accept(&server, &listener, &local, owners).await?;
-    drop((listener, local));
-    finish(&server, talks, recovery).await
+    let moves = matches!(server.duty, Duty::Site(_)).then(|| machines::moves(&server));
+    let services = Arc::new(services::of(&server, moves.as_ref()));
+    if let Some(moves) = &moves {
+        let moves = Arc::clone(moves);
+        tokio::spawn(async move { SiteMachines::restart(&moves).await });
+    }
+    let talks = accept(&server, &services, &listener, &local, owners).await?;
+    drop((listener, local, services));
+    finish(&server, talks, recovery, moves).await
 }
 
 /// Maintains the reserve: creates it, and refills it when there is space again.
@@ -314,12 +325,12 @@ fn announce(
 /// Accepts connections until the site stops; returns the connections that are still open.
 async fn accept(
     server: &Arc<Server>,
+    services: &Arc<Services>,
     listener: &Listener,
     local: &LocalListener,
     mut owners: Owners,
 ) -> Result<JoinSet<()>> {
     let mut stop = server.stop.clone();
-    let services = Arc::new(services::of(server));
     let mut talks = JoinSet::new();
     loop {
         tokio::select! {
@@ -327,16 +338,16 @@ async fn accept(
             pending = listener.accept() => {
                 let pending = pending?;
                 server.metrics.connections.fetch_add(1, Relaxed);
-                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                let (server, services) = (Arc::clone(server), Arc::clone(services));
                 talks.spawn(conversation::with_peer(server, services, pending));
             }
             caller = local.accept() => {
-                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                let (server, services) = (Arc::clone(server), Arc::clone(services));
                 let domain = DEFAULT_DOMAIN.to_owned();
                 talks.spawn(conversation::with_owner(server, services, caller?, domain));
             }
             (caller, domain) = owners.accept() => {
-                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                let (server, services) = (Arc::clone(server), Arc::clone(services));
                 talks.spawn(conversation::with_owner(server, services, caller, domain));
             }
             // Reap finished connections.
@@ -354,6 +365,7 @@ async fn finish(
     server: &Arc<Server>,
     mut talks: JoinSet<()>,
     recovery: Option<Recovery>,
+    moves: Option<Arc<Moves<SiteMachines>>>,
 ) -> Result<()> {
     notify(&[NotifyState::Stopping]);
     if let Some(recovery) = &recovery {
@@ -370,6 +382,9 @@ async fn finish(
     }
     if let Some(recovery) = recovery {
         recovery.end().await;
+    }
+    if let Some(moves) = moves {
+        moves.site().stop().await;
     }
     server.domains.close().await;
     let audit = Arc::clone(server.home.audit());

@@ -14,6 +14,7 @@ use drover_store::peer_name;
 mod audit;
 mod changes;
 mod domains;
+mod migrate;
 mod mounts;
 mod peers;
 mod space;
@@ -23,6 +24,7 @@ mod values;
 pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use domains::{DomainsAction, DomainsArgs};
+pub use migrate::{Hypervisor, MigrateArgs};
 pub use mounts::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
     UnmountArgs,
@@ -49,6 +51,7 @@ Examples:
   drover serve                          on the remote host: run a site, print a pairing ticket
   drover pair --name lyon               here: enter the ticket, to pair with it under the name lyon
   drover send web.qcow2 lyon            send an image
+  drover migrate qmp:/run/web.qmp lyon  move a running machine, its disks and its memory
   drover images lyon                    list the images at lyon
   drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
 
@@ -88,6 +91,7 @@ pub enum Command {
     Ticket(TicketArgs),
     Pair(PairArgs),
     Send(SendArgs),
+    Migrate(MigrateArgs),
     Mount(MountArgs),
     Export(ExportArgs),
     Attach(AttachArgs),

@@ -11,6 +11,7 @@ mod domains;
 mod failure;
 mod generate;
 mod images;
+mod migrate;
 mod mounts;
 mod out;
 mod peers;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
     if matches!(
         cli.command,
         Command::Send(_)
+            | Command::Migrate(_)
             | Command::MountDaemon { .. }
             | Command::Export(_)
             | Command::Pair(_)
@@ -61,7 +63,11 @@ fn main() -> ExitCode {
     ) {
         drover_net::warm_up();
     }
-    let json = matches!(&cli.command, Command::Send(args) if args.json);
+    let json = match &cli.command {
+        Command::Send(args) => args.json,
+        Command::Migrate(args) => args.json,
+        _ => false,
+    };
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         // A closed pipe is not an error, as in other tools.
@@ -111,6 +117,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Ticket(args) => tickets::ticket(&create()?, args),
         Command::Pair(args) => wait(peers::pair(&create()?, args)),
         Command::Send(args) => wait(send::send(&existing()?, args)),
+        Command::Migrate(args) => wait(migrate::migrate(&existing()?, args)),
         Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
         Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),

@@ -18,7 +18,7 @@ use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 
 use crate::cli::SendArgs;
 use crate::failure;
-use show::Show;
+pub use show::Show;
 
 /// How often the progress is sampled.
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);

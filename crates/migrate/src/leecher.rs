@@ -1,7 +1,7 @@
 //! The end that the machine goes to.
 
 use drover_net::Refusal;
-use drover_store::machine::{Decision, Machine, Move, Other, Token};
+use drover_store::machine::{Decision, MachineRecord, Move, Other, Token};
 
 use crate::protocol::{Answer, Ask, OpenMove};
 
@@ -25,7 +25,7 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Make this record durable.
-    Keep(Machine),
+    Keep(MachineRecord),
     /// Let the machine run. Repeated after a restart: it may run already.
     Run,
     /// End what has arrived of the machine.
@@ -49,7 +49,7 @@ enum State {
 #[derive(Clone, Debug)]
 pub struct Leecher {
     token: Token,
-    record: Machine,
+    record: MachineRecord,
     state: State,
     why: String,
 }
@@ -59,14 +59,14 @@ impl Leecher {
     /// it arrive before, that is to be continued with [`Leecher::handle`], not begun anew.
     ///
     /// # Errors
-    /// When it cannot be received, see [`Machine::receive`].
+    /// When it cannot be received, see [`MachineRecord::receive`].
     pub fn start(
-        known: Option<&Machine>,
+        known: Option<&MachineRecord>,
         offer: &OpenMove,
         from: Other,
         actions: &mut Vec<Action>,
     ) -> Result<Self, Refusal> {
-        let unknown = Machine::foreign(offer.seed, offer.generation, from.clone());
+        let unknown = MachineRecord::foreign(offer.seed, offer.generation, from.clone());
         let before = known.unwrap_or(&unknown);
         let token = offer.token;
         let mut leecher = Self {
@@ -81,7 +81,8 @@ impl Leecher {
             // Decided, and over.
             None if is_known && before.decision(token) != Decision::Open => {}
             None => {
-                let record = before.receive(token, offer.seed, offer.generation, from)?;
+                let disks = offer.disks.iter().map(|disk| disk.image.clone()).collect();
+                let record = before.receive(token, offer.seed, offer.generation, from, disks)?;
                 leecher.state = State::Coming { ready: false };
                 leecher.keep(record, actions);
             }
@@ -93,7 +94,7 @@ impl Leecher {
     /// Continues after a restart of the site, from its record; `None` if no move to this site is under way. What had
     /// arrived of the machine's memory is lost unless [`Event::Ready`] follows.
     #[must_use]
-    pub fn restart(record: &Machine, actions: &mut Vec<Action>) -> Option<Self> {
+    pub fn restart(record: &MachineRecord, actions: &mut Vec<Action>) -> Option<Self> {
         let (token, state) = match &record.under_way {
             Some(Move::Coming(token, _)) => (*token, State::Coming { ready: false }),
             Some(Move::Taken(token, _)) => (*token, State::Starting),
@@ -118,8 +119,20 @@ impl Leecher {
 
     /// The machine, as it is or is about to be recorded.
     #[must_use]
-    pub fn record(&self) -> &Machine {
+    pub fn record(&self) -> &MachineRecord {
         &self.record
+    }
+
+    /// Whether nothing of the move is left to do.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.state == State::Over
+    }
+
+    /// Whether the copy may begin anew.
+    #[must_use]
+    pub fn may_begin(&self) -> bool {
+        matches!(self.state, State::Coming { .. })
     }
 
     /// Handles an event.
@@ -151,6 +164,10 @@ impl Leecher {
                     self.keep(record, actions);
                 }
             }
+            // Its driver does what else is asked, and says how it went.
+            (State::Coming { .. }, Event::Asked(Ask::Begin | Ask::Prepare | Ask::Arrived)) => {
+                actions.push(Action::Answer(self.answer()));
+            }
             (State::Starting | State::Over, Event::Asked(_)) => {
                 actions.push(Action::Answer(self.answer()));
             }
@@ -176,7 +193,7 @@ impl Leecher {
         }
     }
 
-    fn keep(&mut self, record: Machine, actions: &mut Vec<Action>) {
+    fn keep(&mut self, record: MachineRecord, actions: &mut Vec<Action>) {
         self.record = record.clone();
         actions.push(Action::Keep(record));
     }

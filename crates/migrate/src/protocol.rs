@@ -8,26 +8,63 @@
 //! - Every request may be repeated, after a cut or a restart of either, and gets the same answer.
 //!
 //! # Course of a move
-//! The seeder opens a conversation ([`OpenMove`]), whose reply says that the leecher has recorded the move, or what it
-//! decided about it before. Disks and
-//! memory follow by other services. At the end, with the machine paused and all of it there, the seeder records that it
-//! commits, and then asks the leecher to take the machine ([`Ask::Commit`]), again and again until there is an answer.
-//! Until it commits, it can give the move up without an answer; [`Ask::Cancel`] merely tidies the other side.
+//! The seeder makes a call ([`OpenMove`]) that lasts as long as the move. The leecher records the move and answers, or
+//! answers what it decided about it before. The copy begins ([`Ask::Begin`]), perhaps not for the first time. The disks'
+//! images are sent as any image is. Then the leecher prepares
+//! ([`Ask::Prepare`]): it opens the disks and the hypervisor that waits for the machine. What is written to the disks in
+//! the meantime follows in [`SendDisks`], the memory in [`SendMemory`], each a call of its own.
+//!
+//! At the end, with the machine paused and all of it there ([`Ask::Arrived`]), the seeder records that it commits, and
+//! asks the leecher to take the machine ([`Ask::Commit`]), again and again until there is an answer. Until it commits, it
+//! can give the move up without one; [`Ask::Cancel`] merely tidies the other side.
+//!
+//! The encoding is in `docs/format/migrate-wire.md`.
+
+use std::time::Duration;
 
 use drover_core::ImageName;
-use drover_net::request;
+use drover_net::{KeepAlive, request};
 use drover_store::machine::{Decision, Generation, Seed, Token};
 use serde::{Deserialize, Serialize};
 
-/// Frame kinds of the conversation after the reply to [`OpenMove`].
+/// Kinds of the frames that follow the replies to [`OpenMove`], [`SendDisks`] and [`SendMemory`].
 pub mod kind {
-    /// An [`Ask`](super::Ask).
-    pub const ASK: u8 = 0x70;
-    /// An [`Answer`](super::Answer).
-    pub const ANSWER: u8 = 0x71;
+    /// An [`Ask`](super::Ask) of the seeder.
+    pub const ASK: u8 = 0x75;
+    /// An [`Answer`](super::Answer) of the leecher: one when the move is opened, and one to each question.
+    pub const ANSWER: u8 = 0x76;
+    /// Bytes of a disk: a [`WriteHead`](super::WriteHead), and the bytes.
+    pub const WRITE: u8 = 0x70;
+    /// What was written is to be made durable.
+    pub const FLUSH: u8 = 0x71;
+    /// It is durable.
+    pub const FLUSHED: u8 = 0x72;
+    /// Bytes of the hypervisor's stream, in either direction.
+    pub const MEMORY: u8 = 0x73;
+    /// No more of them follow in this direction.
+    pub const MEMORY_END: u8 = 0x74;
 }
 
-/// A move, as the seeder offers it.
+/// Upper bound on the bytes of a disk in one frame, unpacked.
+pub const MAX_WRITE: usize = 1 << 20;
+
+/// Upper bound on the bytes of the stream in one frame.
+pub const MAX_MEMORY: usize = 256 << 10;
+
+/// Upper bound on frames.
+pub const MAX_FRAME: usize = MAX_WRITE + 4096;
+
+/// Ping interval of an idle connection, and the silence after which it is considered dead.
+pub const KEEP_ALIVE: KeepAlive = KeepAlive {
+    ping_every: Duration::from_secs(5),
+    dead_after: Duration::from_secs(30),
+    stalled_after: Duration::from_secs(30),
+};
+
+/// Upper bound on the text of an answer, in bytes.
+pub const MAX_WHY: usize = 500;
+
+/// Opens a move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenMove {
     /// The move.
@@ -40,11 +77,11 @@ pub struct OpenMove {
     pub generation: Generation,
     /// Its disks, in its order.
     pub disks: Vec<DiskOffer>,
-    /// Size of its memory in bytes; 0 when it does not move live.
+    /// Size of its memory in bytes.
     pub memory_bytes: u64,
 }
 
-request!(OpenMove: "migrate.open", Host, () => Answer);
+request!(OpenMove: "migrate.open", Host, () => ());
 
 /// A disk of a machine that moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,9 +94,15 @@ pub struct DiskOffer {
     pub read_only: bool,
 }
 
-/// What the seeder asks about the move of the conversation.
+/// What the seeder asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Ask {
+    /// The copy begins: what arrived before is void.
+    Begin,
+    /// The images of all disks have been sent: get ready for what follows.
+    Prepare,
+    /// Everything was sent: wait until the hypervisor has all of it.
+    Arrived,
     /// Take the machine: it is frozen at the seeder.
     Commit,
     /// Refuse the machine, unless it was taken.
@@ -69,8 +112,54 @@ pub enum Ask {
 /// What the leecher answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// What became of the move.
+    /// What became of the move; [`Decision::Open`] where what was asked for is done.
     pub decision: Decision,
-    /// Why it was refused, for a person; empty where there is nothing to say.
+    /// Why it was refused, for a person, at most [`MAX_WHY`] bytes; empty where there is nothing to say.
     pub why: String,
 }
+
+/// Sends what was written to the disks after their images were sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SendDisks {
+    /// The machine's name at the leecher.
+    pub machine: ImageName,
+    /// Its move.
+    pub token: Token,
+}
+
+request!(SendDisks: "migrate.disks", Host, () => ());
+
+/// Where bytes of a disk go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriteHead {
+    /// The disk, by its place in the offer.
+    pub disk: u32,
+    /// Where they begin.
+    pub offset: u64,
+    /// How many there are, at most [`MAX_WRITE`] unless they are zeros.
+    pub length: u64,
+    /// How they follow.
+    pub coding: Coding,
+}
+
+/// How the bytes of a [`kind::WRITE`] are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Coding {
+    /// Not at all.
+    Plain,
+    /// Compressed by zstd.
+    Zstd,
+    /// They are zeros, and do not follow.
+    Zeros,
+}
+
+/// Carries the hypervisor's stream of memory and devices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SendMemory {
+    /// The machine's name at the leecher.
+    pub machine: ImageName,
+    /// Its move.
+    pub token: Token,
+}
+
+request!(SendMemory: "migrate.memory", Host, () => ());

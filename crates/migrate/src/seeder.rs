@@ -1,6 +1,6 @@
 //! The end that has the machine.
 
-use drover_store::machine::{Decision, Machine, Move, Other, Token};
+use drover_store::machine::{Decision, MachineRecord, Move, Other, Token};
 
 use crate::protocol::{Answer, Ask};
 
@@ -20,11 +20,12 @@ pub enum Event {
 /// What its driver does, in this order. When one fails, it does none of those that follow, and continues from the record
 /// on the disk with another seeder.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there are few at a time")]
 pub enum Action {
     /// Copy disks and memory, pause the machine, and report [`Event::Copied`].
     Copy,
     /// Make this record durable.
-    Keep(Machine),
+    Keep(MachineRecord),
     /// Ask the leecher; after a cut, again.
     Ask(Ask),
     /// Let the machine run on here: it stays.
@@ -60,7 +61,7 @@ enum State {
 #[derive(Clone, Debug)]
 pub struct Seeder {
     token: Token,
-    record: Machine,
+    record: MachineRecord,
     state: State,
 }
 
@@ -68,9 +69,9 @@ impl Seeder {
     /// Begins a move, or continues the one in the record, after a restart. `machine` must be locked until the end.
     ///
     /// # Errors
-    /// When the machine cannot leave, see [`Machine::leave`].
+    /// When the machine cannot leave, see [`MachineRecord::leave`].
     pub fn start(
-        machine: &Machine,
+        machine: &MachineRecord,
         new: Token,
         to: Other,
         actions: &mut Vec<Action>,
@@ -99,7 +100,7 @@ impl Seeder {
 
     /// The machine, as it is or is about to be recorded.
     #[must_use]
-    pub fn record(&self) -> &Machine {
+    pub fn record(&self) -> &MachineRecord {
         &self.record
     }
 
@@ -186,7 +187,7 @@ impl Seeder {
         actions.extend([Action::Ask(Ask::Cancel), Action::End(End::Stayed(why))]);
     }
 
-    fn keep(&mut self, record: Machine, actions: &mut Vec<Action>) {
+    fn keep(&mut self, record: MachineRecord, actions: &mut Vec<Action>) {
         self.record = record.clone();
         actions.push(Action::Keep(record));
     }

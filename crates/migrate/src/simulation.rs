@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use drover_core::ImageName;
 use drover_net::PeerKey;
-use drover_store::machine::{Generation, Machine, Move, Other, Owner, Seed, Token};
+use drover_store::machine::{Generation, MachineRecord, Move, Other, Owner, Seed, Token};
 use fastrand::Rng;
 
 use crate::leecher::{self, Leecher};
@@ -35,7 +35,7 @@ enum Message {
 
 /// The site that has the machine.
 struct Source {
-    disk: Machine,
+    disk: MachineRecord,
     process: Option<Seeder>,
     runs: bool,
     opened: bool,
@@ -45,7 +45,7 @@ struct Source {
 
 /// The site that it goes to.
 struct Destination {
-    disk: Option<Machine>,
+    disk: Option<MachineRecord>,
     process: Option<Leecher>,
     /// The hypervisor has all of the machine.
     has_all: bool,
@@ -67,7 +67,7 @@ struct World {
 
 impl World {
     fn new(seed: u64) -> World {
-        let disk = Machine::new(SEED, Vec::new());
+        let disk = MachineRecord::new(SEED, Vec::new());
         World {
             rng: Rng::with_seed(seed),
             source: Source {
@@ -326,7 +326,11 @@ impl World {
                 (self.destination.has_all, self.destination.runs) = (false, false);
                 self.destination.process = None;
                 self.start_destination();
-                let own = self.destination.disk.as_ref().is_some_and(Machine::may_run);
+                let own = self
+                    .destination
+                    .disk
+                    .as_ref()
+                    .is_some_and(MachineRecord::may_run);
                 self.destination.runs = own;
             }
             6 if self.source.process.is_none() => self.start_source(),
@@ -350,7 +354,11 @@ impl World {
 
     fn check(&self, seed: u64) {
         let trace = || self.trace.join("\n");
-        let there = self.destination.disk.as_ref().is_some_and(Machine::may_run);
+        let there = self
+            .destination
+            .disk
+            .as_ref()
+            .is_some_and(MachineRecord::may_run);
         assert!(
             !(self.source.disk.may_run() && there),
             "seed {seed}: two owners\n{}",
@@ -414,7 +422,7 @@ fn never_two_and_at_last_exactly_one() {
             .destination
             .disk
             .as_ref()
-            .is_some_and(Machine::may_run);
+            .is_some_and(MachineRecord::may_run);
         let here = world.source.disk.may_run();
         assert!(here != there, "seed {seed}: no owner\n{}", trace(&world));
         // Its own site starts what it owns; nothing else may run.

@@ -7,8 +7,8 @@
 //! (`r3map §1.4.6` has one message instead, which is not idempotent.)
 
 use std::fs::File;
-use std::io;
-use std::path::PathBuf;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
 
 use drover_core::ImageName;
 use drover_net::{Code, Refusal, decode, encode};
@@ -82,7 +82,7 @@ pub enum Move {
 
 /// What a site knows of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Machine {
+pub struct MachineRecord {
     /// Its seed.
     pub seed: Seed,
     /// How many times it had moved when it was last taken by the site that has it.
@@ -93,6 +93,8 @@ pub struct Machine {
     pub owner: Owner,
     /// The move that is under way, if any.
     pub under_way: Option<Move>,
+    /// The hypervisor that runs it at this site, as the command that last moved it from here was given it.
+    pub hypervisor: Option<String>,
     /// Moves to this site that were decided, oldest first, and whether the machine was taken.
     decided: Vec<(Token, bool)>,
 }
@@ -110,7 +112,7 @@ pub enum Decision {
     Unknown,
 }
 
-impl Machine {
+impl MachineRecord {
     /// A machine that runs at this site and never moved.
     #[must_use]
     pub fn new(seed: Seed, disks: Vec<ImageName>) -> Self {
@@ -120,6 +122,7 @@ impl Machine {
             disks,
             owner: Owner::Here,
             under_way: None,
+            hypervisor: None,
             decided: Vec::new(),
         }
     }
@@ -133,6 +136,7 @@ impl Machine {
             disks: Vec::new(),
             owner: Owner::There(from),
             under_way: None,
+            hypervisor: None,
             decided: Vec::new(),
         }
     }
@@ -141,6 +145,12 @@ impl Machine {
     #[must_use]
     pub fn may_run(&self) -> bool {
         self.owner == Owner::Here && !matches!(self.under_way, Some(Move::Committed(..)))
+    }
+
+    /// Whether its move from here is committed: only the other site can tell who runs it.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        matches!(self.under_way, Some(Move::Committed(..)))
     }
 
     /// The source begins a move. The move that is under way already is continued if it goes to the same site.
@@ -222,7 +232,8 @@ impl Machine {
         }
     }
 
-    /// The destination begins to receive it. What it receives has the generation after `generation`.
+    /// The destination begins to receive it, with images of these names for its disks. What it receives has the generation
+    /// after `generation`.
     ///
     /// # Errors
     /// [`Code::Held`]: it is here, or being received by another move; [`Code::Denied`]: another machine of that name, an
@@ -233,6 +244,7 @@ impl Machine {
         seed: Seed,
         generation: Generation,
         from: Other,
+        disks: Vec<ImageName>,
     ) -> Result<Self, Refusal> {
         let denied = |text: &str| Err(Refusal::new(Code::Denied, text));
         let held = |text: &str| Err(Refusal::new(Code::Held, text));
@@ -246,7 +258,12 @@ impl Machine {
             Some(Move::Coming(known, other)) if *known == token && *other == from => {
                 return Ok(self.clone());
             }
-            Some(Move::Coming(..)) => return held("it is being received here by another move"),
+            // Its source begins one move at a time: it has given up the other one.
+            Some(Move::Coming(known, other)) if other.key == from.key => {
+                let refused = self.refuse(*known).unwrap_or_else(|| self.clone());
+                return refused.receive(token, seed, generation, from, disks);
+            }
+            Some(Move::Coming(..)) => return held("it is being received here from another site"),
             Some(Move::Leaving(..) | Move::Committed(..)) => {
                 return held("it is being moved from here");
             }
@@ -260,6 +277,7 @@ impl Machine {
         }
         Ok(Self {
             generation,
+            disks,
             under_way: Some(Move::Coming(token, from)),
             ..self.clone()
         })
@@ -332,7 +350,7 @@ pub struct Machines {
 
 /// Keeps other processes from changing a machine.
 #[derive(Debug)]
-pub struct MachineLock(#[allow(dead_code, reason = "it is locked as long as it is open")] File);
+pub struct MachineLock(File);
 
 impl Machines {
     /// The machines in a directory, which need not exist.
@@ -341,11 +359,17 @@ impl Machines {
         Self { directory }
     }
 
+    /// The directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
     /// What is known of a machine.
     ///
     /// # Errors
     /// A file that cannot be read, or is damaged: then nobody knows who may run it.
-    pub fn load(&self, name: &ImageName) -> Result<Option<Machine>, Refusal> {
+    pub fn load(&self, name: &ImageName) -> Result<Option<MachineRecord>, Refusal> {
         let path = self.directory.join(name.as_str());
         let wrong = |code, why: &dyn std::fmt::Display| {
             Refusal::new(code, format!("the record of the machine {name}: {why}"))
@@ -355,7 +379,7 @@ impl Machines {
             return Ok(None);
         };
         let body = FORMAT.open(&bytes).map_err(|e| wrong(Code::Corrupt, &e))?;
-        let machine: Machine = decode(body).map_err(|e| wrong(Code::Corrupt, &e))?;
+        let machine: MachineRecord = decode(body).map_err(|e| wrong(Code::Corrupt, &e))?;
         Ok(Some(machine))
     }
 
@@ -363,7 +387,7 @@ impl Machines {
     ///
     /// # Errors
     /// When it cannot be written; then the former record remains.
-    pub fn store(&self, name: &ImageName, machine: &Machine) -> Result<(), Refusal> {
+    pub fn store(&self, name: &ImageName, machine: &MachineRecord) -> Result<(), Refusal> {
         let write = || {
             drover_storage::make_private_dir(&self.directory)?;
             FORMAT.write(&self.directory.join(name.as_str()), &encode(machine))
@@ -414,10 +438,43 @@ impl Machines {
         let path = self.directory.join(format!(".{name}.lock"));
         let file = drover_storage::create_private(&path)?;
         match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(MachineLock(file))),
+            Ok(()) => {
+                file.set_len(0)?;
+                Ok(Some(MachineLock(file)))
+            }
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// The process that moves a machine from here: it holds the lock, and has signed it.
+    ///
+    /// # Errors
+    /// Errors of the disk.
+    pub fn mover(&self, name: &ImageName) -> io::Result<Option<i32>> {
+        let path = self.directory.join(format!(".{name}.lock"));
+        let mut file = match File::open(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockShared) {
+            Ok(()) => return Ok(None),
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let mut text = String::new();
+        Read::by_ref(&mut file).take(20).read_to_string(&mut text)?;
+        Ok(text.parse().ok())
+    }
+}
+
+impl MachineLock {
+    /// Names this process as the one that moves the machine from here.
+    ///
+    /// # Errors
+    /// Errors of the disk.
+    pub fn sign(&mut self) -> io::Result<()> {
+        self.0.write_all(std::process::id().to_string().as_bytes())
     }
 }
 
@@ -442,11 +499,13 @@ mod tests {
 
     #[test]
     fn a_move_there_and_back() {
-        let home = Machine::new(SEED, vec![name()]);
+        let home = MachineRecord::new(SEED, vec![name()]);
         let leaving = home.leave(TOKEN, other(2)).unwrap();
         assert!(leaving.may_run());
-        let none = Machine::foreign(SEED, Generation(0), other(1));
-        let coming = none.receive(TOKEN, SEED, Generation(0), other(1)).unwrap();
+        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
+        let coming = none
+            .receive(TOKEN, SEED, Generation(0), other(1), vec![name()])
+            .unwrap();
         assert!(!coming.may_run() && coming.decision(TOKEN) == Decision::Open);
         let committed = leaving.commit(TOKEN).unwrap();
         assert!(!committed.may_run());
@@ -459,7 +518,9 @@ mod tests {
         assert_eq!(there.leave(LATER, other(1)).unwrap_err().code, Code::Held);
         let there = there.started(TOKEN).unwrap();
         let back = there.leave(LATER, other(1)).unwrap();
-        let home = gone.receive(LATER, SEED, Generation(1), other(2)).unwrap();
+        let home = gone
+            .receive(LATER, SEED, Generation(1), other(2), vec![name()])
+            .unwrap();
         let back = back.commit(LATER).unwrap();
         let home = home.take(LATER).unwrap();
         assert!(home.may_run() && home.generation == Generation(2));
@@ -468,15 +529,17 @@ mod tests {
 
     #[test]
     fn a_decision_stands() {
-        let none = Machine::foreign(SEED, Generation(0), other(1));
-        let coming = none.receive(TOKEN, SEED, Generation(0), other(1)).unwrap();
+        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
+        let coming = none
+            .receive(TOKEN, SEED, Generation(0), other(1), vec![name()])
+            .unwrap();
         let refused = coming.refuse(TOKEN).unwrap();
         assert_eq!(refused.decision(TOKEN), Decision::Refused);
         assert_eq!((refused.take(TOKEN), refused.refuse(TOKEN)), (None, None));
-        let again = refused.receive(TOKEN, SEED, Generation(0), other(1));
+        let again = refused.receive(TOKEN, SEED, Generation(0), other(1), vec![name()]);
         assert_eq!(again.unwrap_err().code, Code::Denied);
         let coming = refused
-            .receive(LATER, SEED, Generation(0), other(1))
+            .receive(LATER, SEED, Generation(0), other(1), vec![name()])
             .unwrap();
         let taken = coming.take(LATER).unwrap();
         assert_eq!(taken.decision(LATER), Decision::Taken);
@@ -486,13 +549,13 @@ mod tests {
 
     #[test]
     fn two_machines_of_one_origin_are_found() {
-        let here = Machine::new(SEED, vec![name()]);
-        let e = here.receive(TOKEN, SEED, Generation(0), other(2));
+        let here = MachineRecord::new(SEED, vec![name()]);
+        let e = here.receive(TOKEN, SEED, Generation(0), other(2), vec![name()]);
         assert_eq!(e.unwrap_err().code, Code::Held);
-        let e = here.receive(TOKEN, Seed([4; 16]), Generation(0), other(2));
+        let e = here.receive(TOKEN, Seed([4; 16]), Generation(0), other(2), vec![name()]);
         assert_eq!(e.unwrap_err().code, Code::Denied);
-        let old = Machine::foreign(SEED, Generation(5), other(1));
-        let e = old.receive(TOKEN, SEED, Generation(4), other(2));
+        let old = MachineRecord::foreign(SEED, Generation(5), other(1));
+        let e = old.receive(TOKEN, SEED, Generation(4), other(2), vec![name()]);
         assert_eq!(e.unwrap_err().code, Code::Denied);
         let leaving = here.leave(TOKEN, other(2)).unwrap();
         assert_eq!(leaving.leave(LATER, other(3)).unwrap_err().code, Code::Held);
@@ -506,7 +569,7 @@ mod tests {
         let machines = Machines::new(tmp.path().join("machines"));
         assert_eq!(machines.load(&name()).unwrap(), None);
         assert!(machines.names().unwrap().is_empty());
-        let machine = Machine::new(SEED, vec![name()]);
+        let machine = MachineRecord::new(SEED, vec![name()]);
         machines.store(&name(), &machine).unwrap();
         assert_eq!(machines.load(&name()).unwrap(), Some(machine));
         let lock = machines.lock(&name()).unwrap();

@@ -67,7 +67,7 @@
 //! // An image and its destination.
 //! let path = home.path().join("disk.raw");
 //! std::fs::write(&path, vec![7; 1 << 20])?;
-//! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs };
+//! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs, snapshot: None };
 //! let options = SendOptions {
 //!     identity: Identity::generate(),
 //!     peer: there.key(),
@@ -118,7 +118,7 @@ mod walk;
 pub use compress::{Effort, MAX_LEVEL};
 pub use error::TeleportError;
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
-pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, send};
+pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, Snapshot, send};
 pub use site::{
     Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, RightsOf,
     SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus, Watcher,

@@ -19,7 +19,7 @@ use crate::TeleportError;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
 pub use destination::{DataConnections, Sessions};
-pub use options::{OnEvent, SendItem, SendOptions};
+pub use options::{OnEvent, SendItem, SendOptions, Snapshot};
 pub(crate) use shared::SessionShared;
 
 /// Sends images one after the other in one session; reconnects and resumes when the connection breaks. Must run on a

@@ -167,11 +167,8 @@ pub fn read_image(image: &Outgoing, first_block: u64, buf: &mut [u8]) -> Result<
 /// The image's own file, for messages.
 #[must_use]
 pub fn image_path(image: &Outgoing) -> std::path::PathBuf {
-    image
-        .stamps
-        .first()
-        .map(|(p, _)| p.clone())
-        .unwrap_or_default()
+    let own = image.stamps.first().map(|(path, _)| path.clone());
+    own.unwrap_or_else(|| "the disk".into())
 }
 
 /// Checks that none of the image's files changed since it was opened.

@@ -1,10 +1,13 @@
 //! The configuration file `config.toml`, in which every setting is optional.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use drover_core::ImageName;
+use drover_net::DEFAULT_DOMAIN;
 use serde::{Deserialize, Deserializer};
 
 use crate::error::{Context, Error, Result, bail, msg};
@@ -61,6 +64,27 @@ pub struct Config {
     /// How long unfinished transfers are kept, as in `"7d"`, or `"forever"`.
     #[serde(default, deserialize_with = "age")]
     keep_unfinished: Option<Age>,
+    /// Machines that may be migrated to this site, by their names here.
+    #[serde(default, deserialize_with = "machines")]
+    pub machines: BTreeMap<String, MachineConfig>,
+}
+
+/// A machine that may be migrated to this site.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct MachineConfig {
+    /// The QMP socket of the QEMU that waits for it.
+    pub incoming: PathBuf,
+    /// The command that starts that QEMU, unless it runs.
+    #[serde(default)]
+    pub start: Vec<String>,
+    /// The domain whose peers may migrate it here.
+    #[serde(default = "default_domain")]
+    pub domain: String,
+}
+
+fn default_domain() -> String {
+    DEFAULT_DOMAIN.to_owned()
 }
 
 /// Settings given when a home is created.
@@ -194,6 +218,20 @@ fn address<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D::Err
     parsed(d, text::parse_address)
 }
 
+fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineConfig>, D::Error> {
+    let machines = BTreeMap::<String, MachineConfig>::deserialize(d)?;
+    for (name, machine) in &machines {
+        ImageName::new(name.as_str()).map_err(serde::de::Error::custom)?;
+        if !machine.incoming.is_absolute() || machine.start.first().is_some_and(String::is_empty) {
+            let text = format!(
+                "machines.{name}: `incoming` is an absolute path, and `start` begins with a program"
+            );
+            return Err(serde::de::Error::custom(text));
+        }
+    }
+    Ok(machines)
+}
+
 fn mode<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
     parsed(d, |text| {
         // The site must read and write its images; nobody executes them, and not everybody may change them.
@@ -296,6 +334,24 @@ mod tests {
             let e = load(line).unwrap_err().to_string();
             assert!(e.contains(says), "{e}");
         }
+        for (table, says) in [
+            (
+                "[machines.web]\nincoming = \"web.qmp\"",
+                "machines.web: `incoming` is an absolute path",
+            ),
+            ("[machines.\"../web\"]\nincoming = \"/web.qmp\"", "line 1"),
+            (
+                "[machines.web]\nstart = [\"true\"]",
+                "missing field `incoming`",
+            ),
+            (
+                "[machines.web]\nincoming = \"/w\"\nstart = [\"\"]",
+                "`start` begins with a program",
+            ),
+        ] {
+            let e = load(table).unwrap_err().to_string();
+            assert!(e.contains(says), "{e}");
+        }
         let forever = load("keep-unfinished = \"forever\"").unwrap();
         assert_eq!(forever.keep_unfinished(), None);
         let hours = load("keep-unfinished = \"36h\"").unwrap();
@@ -304,6 +360,18 @@ mod tests {
             Some(Duration::from_secs(36 * 3600))
         );
         assert!(load("\u{0}").is_err());
+    }
+
+    #[test]
+    fn machines_are_tables() {
+        let config = load(
+            "[machines.web]\nincoming = \"/run/web.qmp\"\n[machines.db]\nincoming = \"/run/db.qmp\"\nstart = [\"start\", \"db\"]\ndomain = \"acme\"\n",
+        )
+        .unwrap();
+        let web = &config.machines["web"];
+        assert_eq!((web.start.len(), web.domain.as_str()), (0, DEFAULT_DOMAIN));
+        let db = &config.machines["db"];
+        assert_eq!((db.start.len(), db.domain.as_str()), (2, "acme"));
     }
 
     #[test]

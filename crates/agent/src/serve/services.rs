@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use drover_migrate::{Conversations, DiskWrites, MemoryStreams, Moves};
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
@@ -11,13 +12,14 @@ use drover_teleport::{DataConnections, Sessions};
 
 use super::audited::Told;
 use super::in_domain::{Conversation, InDomain};
+use super::machines::{OfMachines, SiteMachines};
 use super::manage::Manage;
 use super::matching::Matching;
 use super::server::{Common, Duty, Server};
 use super::sessions::Counted;
 
 /// The services of this process.
-pub fn of(server: &Arc<Server>) -> Services {
+pub fn of(server: &Arc<Server>, moves: Option<&Arc<Moves<SiteMachines>>>) -> Services {
     let (unknown, what) = match server.duty {
         Duty::Site(_) => (
             Code::Unsupported,
@@ -27,6 +29,9 @@ pub fn of(server: &Arc<Server>) -> Services {
     };
     let mut services = Services::new(Refusal::new(unknown, format!("{} {what}", server.name)));
     for_all(&mut services, server);
+    if let Some(moves) = moves {
+        for_machines(&mut services, moves);
+    }
     match &server.duty {
         Duty::Site(_) => for_site(&mut services, server),
         Duty::Teleporter(matchers) => {
@@ -45,6 +50,13 @@ fn for_all(services: &mut Services, server: &Arc<Server>) {
     services.handle::<super::pairing::Pair>(common());
     services.handle::<super::status::GetStatus>(common());
     services.handle::<super::status::GetMetrics>(common());
+}
+
+fn for_machines(services: &mut Services, moves: &Arc<Moves<SiteMachines>>) {
+    services.add(Conversations(Arc::clone(moves)));
+    services.add(DiskWrites(Arc::clone(moves)));
+    services.add(MemoryStreams(Arc::clone(moves)));
+    services.handle::<crate::machines::CloseMachine>(OfMachines(Arc::clone(moves)));
 }
 
 fn for_site(services: &mut Services, server: &Arc<Server>) {

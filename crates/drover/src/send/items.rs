@@ -53,6 +53,7 @@ pub fn from_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
             path: path.clone(),
             name,
             conversion,
+            snapshot: None,
         });
     }
     let mut seen = HashSet::new();
@@ -155,6 +156,7 @@ fn add_part(
             path: path.clone(),
             name,
             conversion: Conversion::AsIs,
+            snapshot: None,
         }),
     }
     Ok(())
@@ -236,6 +238,7 @@ mod tests {
             path,
             name: ImageName::new("x.img").unwrap(),
             conversion: Conversion::AsIs,
+            snapshot: None,
         };
         let items = with_parts(vec![item], false).unwrap().items;
         assert_eq!(items.len(), 1);
@@ -262,6 +265,7 @@ mod tests {
                 path: path.clone(),
                 name: ImageName::new("x.vmdk").unwrap(),
                 conversion,
+                snapshot: None,
             };
             let e = with_parts(vec![item.clone()], false).unwrap_err();
             assert_eq!(kind_of(e.as_ref()), Kind::Refused);

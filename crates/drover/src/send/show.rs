@@ -364,13 +364,14 @@ impl Show {
     }
 
     /// Removes the bar.
-    fn clear(&self) {
+    pub fn clear(&self) {
         if let Mode::Bar(bar) = &self.mode {
             bar.finish_and_clear();
         }
     }
 
-    fn print(&self, json: Value, text: impl FnOnce() -> String) {
+    /// Prints an event: as JSON, or as a line of text.
+    pub fn print(&self, json: Value, text: impl FnOnce() -> String) {
         match &self.mode {
             Mode::Json => emit(&json),
             Mode::Bar(bar) => bar.suspend(|| out::note(&clean(&text()))),

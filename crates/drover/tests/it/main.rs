@@ -8,6 +8,7 @@ mod damage;
 mod full;
 mod hostile;
 mod hostile_users;
+mod migrate;
 mod missing;
 mod mount;
 mod mount_offline;

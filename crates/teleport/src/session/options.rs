@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use drover_core::ImageName;
-use drover_image::Conversion;
+use drover_core::{Digest, ImageName};
+use drover_image::{Conversion, Outgoing};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, connect_any};
 
 use crate::compress::Effort;
@@ -20,6 +20,17 @@ pub struct SendItem {
     pub name: ImageName,
     /// Format conversion.
     pub conversion: Conversion,
+    /// What is sent instead of the file, which then only has a name for messages.
+    pub snapshot: Option<Snapshot>,
+}
+
+/// An image that is not a file: a state of a running machine's disk, which does not change while it is sent.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// The image.
+    pub image: Arc<Outgoing>,
+    /// Identifies the state: an interrupted transfer is resumed only with the same.
+    pub stamp: Digest,
 }
 
 /// Destination and options of a send.

@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 
 use self::control::{Control, Frames, broken};
 use self::pool::{DataPool, Wait};
-use self::reading::{Begun, Walked, stamp_of};
+use self::reading::{Begun, Walked};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
@@ -268,7 +268,7 @@ impl Sender {
     ) -> Result<(), TeleportError> {
         let item = self.items[self.done].clone();
         let image = begun.image.clone();
-        let offer = self.offer(&item, &image, control).await?;
+        let offer = self.offer(&item, &begun, control).await?;
         pool.set_image(offer.slot, image.clone());
         let mut machine = Source::new(offer.walk_blocks);
         let end = self.drive(&mut machine, &offer, begun, control, pool).await;
@@ -309,9 +309,10 @@ impl Sender {
     async fn offer(
         &mut self,
         item: &SendItem,
-        image: &Outgoing,
+        begun: &Begun,
         control: &Control,
     ) -> Result<Offer, TeleportError> {
+        let image = &*begun.image;
         if self.started.is_none() {
             self.started = Some((Instant::now(), self.wire.sent(), self.wire.received()));
             for text in &image.notes {
@@ -330,7 +331,7 @@ impl Sender {
             virtual_bytes: image.virtual_size,
             walk_blocks: image.layout.walk_blocks(),
             layout_bytes: layout.len() as u64,
-            stamp: stamp_of(image),
+            stamp: begun.stamp,
             dry_run: self.options.dry_run,
         };
         let payload = encode(&offer);
@@ -357,6 +358,7 @@ impl Sender {
             image,
             walk_to,
             mut walked,
+            ..
         } = begun;
         let mut walking = true;
         let mut actions = Vec::new();

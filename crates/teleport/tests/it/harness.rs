@@ -226,6 +226,7 @@ pub fn items(paths: &[&Path]) -> Vec<SendItem> {
             path: p.to_path_buf(),
             name: ImageName::new(p.file_name().unwrap().to_str().unwrap()).unwrap(),
             conversion: Conversion::AsIs,
+            snapshot: None,
         })
         .collect()
 }

@@ -72,6 +72,12 @@ impl MigrationStatus {
         }
     }
 
+    /// Whether no migration is under way.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        *self == MigrationStatus::None || self.is_final()
+    }
+
     /// Whether nothing follows it.
     #[must_use]
     pub fn is_final(&self) -> bool {

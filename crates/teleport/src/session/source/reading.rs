@@ -19,6 +19,8 @@ const WALK_QUEUE: usize = 4;
 /// An image whose reading has started, up to the limit of the window.
 pub struct Begun {
     pub image: Arc<Outgoing>,
+    /// Changes when the image changes.
+    pub stamp: Digest,
     /// The number of batches that may be read; the end of the session when it is dropped.
     pub walk_to: watch::Sender<u64>,
     pub walked: mpsc::Receiver<Result<Walked, TeleportError>>,
@@ -31,13 +33,21 @@ impl Begun {
         ahead: u64,
         counters: Arc<Counters>,
     ) -> Result<Self, TeleportError> {
-        let image = Arc::new(open_for_sending(&item.path, item.conversion)?);
+        let (image, stamp) = match &item.snapshot {
+            Some(snapshot) => (snapshot.image.clone(), snapshot.stamp),
+            None => {
+                let image = open_for_sending(&item.path, item.conversion)?;
+                let stamp = stamp_of(&image);
+                (Arc::new(image), stamp)
+            }
+        };
         let (walk_to, limit) = watch::channel(ahead);
         let (batches, walked) = mpsc::channel(WALK_QUEUE);
         let walker = image.clone();
         tokio::task::spawn_blocking(move || walk(&walker, limit, &batches, &counters));
         Ok(Self {
             image,
+            stamp,
             walk_to,
             walked,
         })
@@ -101,7 +111,7 @@ fn walk(
 }
 
 /// A stamp of the image's files that changes when they change, independent of the path used to open them.
-pub fn stamp_of(image: &Outgoing) -> Digest {
+fn stamp_of(image: &Outgoing) -> Digest {
     let mut h = blake3::Hasher::new_derive_key("drover 2026 source stamp");
     for (_, s) in &image.stamps {
         for n in [s.device, s.inode, s.size] {

@@ -1,0 +1,287 @@
+//! `migrate`: moves a running machine to a peer and shows the progress.
+
+mod show;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use drover_agent::error::Error;
+use drover_agent::home::Home;
+use drover_agent::machines::{self, CloseMachine};
+use drover_agent::remote::Call;
+use drover_agent::signals::Stop;
+use drover_agent::site;
+use drover_agent::site::find_peer;
+use drover_agent::text::clean;
+use drover_core::ImageName;
+use drover_hypervisor::{HypervisorError, Machine};
+use drover_migrate::{MigrateError, MoveOptions};
+use drover_net::{NetError, RateLimit};
+use drover_teleport::SendOptions;
+
+use crate::cli::{Hypervisor, MigrateArgs};
+use crate::failure::{self, usage};
+use crate::out;
+use show::Show;
+
+/// How often the progress is sampled.
+const SAMPLE_EVERY: Duration = Duration::from_millis(100);
+
+/// How long the process that moves a machine may take to give up.
+const ABORT_LIMIT: Duration = Duration::from_secs(60);
+
+/// How often that is looked at.
+const ABORT_POLL: Duration = Duration::from_millis(50);
+
+/// `drover migrate`.
+///
+/// # Errors
+/// When the machine does not move, or what was asked for cannot be done.
+pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
+    if args.list {
+        return list(home, args.json);
+    }
+    if let Some(name) = &args.abort {
+        return abort(home, name, args.json).await;
+    }
+    let (Some(hypervisor), Some(peer)) = (&args.machine, &args.peer) else {
+        return Err(usage("name a machine and a peer"));
+    };
+    depart(home, hypervisor, peer, &args).await
+}
+
+async fn depart(
+    home: &Home,
+    hypervisor: &Hypervisor,
+    peer: &str,
+    args: &MigrateArgs,
+) -> Result<()> {
+    let peer = find_peer(&site::open_catalog(home)?, peer)?;
+    if peer.addresses.is_empty() {
+        bail!(
+            "the address of {0} is unknown: pair again with a ticket from {0}: `drover pair --name {0}`",
+            peer.name
+        );
+    }
+    let stop = Stop::on_signals()?;
+    let (machine, name) = connect(home, hypervisor).await?;
+    let limit = args.limit.or(home.config.limit);
+    let work = work(home, &name);
+    let scratch = match &args.scratch {
+        Some(scratch) => std::path::absolute(scratch)?.join(format!("drover-{name}")),
+        None => work.clone(),
+    };
+    let send = SendOptions {
+        identity: home.identity()?,
+        peer: peer.key,
+        peer_name: peer.name.clone(),
+        addresses: peer.addresses,
+        limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
+        dry_run: args.dry_run,
+        connections: None,
+        compress: None,
+        give_up_after: args.give_up_after,
+    };
+    let show = Arc::new(Show::new(args, name.to_string(), peer.name.clone()));
+    let options = MoveOptions {
+        send,
+        name_there: args.rename.clone().unwrap_or_else(|| name.clone()),
+        machine: name.clone(),
+        hypervisor: hypervisor.to_string(),
+        work,
+        scratch,
+        max_pause: args.max_pause,
+        keep_source: args.keep_source,
+        counters: show.counters(),
+        wire: show.wire(),
+    };
+    let events = {
+        let show = Arc::clone(&show);
+        Arc::new(move |event| show.event(event))
+    };
+    let records = home.machines();
+    let dry_run = args.dry_run;
+    let moving = async {
+        match (dry_run, machine) {
+            (true, Some(machine)) => {
+                drover_migrate::estimate(&machine, options, events, stop.watch()).await
+            }
+            (_, machine) => {
+                drover_migrate::migrate(machine, &records, options, events, stop.watch()).await
+            }
+        }
+    };
+    tokio::pin!(moving);
+    let mut samples = tokio::time::interval(SAMPLE_EVERY);
+    let moved = loop {
+        tokio::select! {
+            moved = &mut moving => break moved,
+            _ = samples.tick() => show.sample(),
+        }
+    };
+    match moved {
+        Ok(report) => {
+            if !args.dry_run {
+                close(home, &name).await;
+            }
+            show.done(&report)
+        }
+        Err(e) => {
+            show.failed();
+            Err(failed(e, &peer.name))
+        }
+    }
+}
+
+/// Connects to the hypervisor; the machine's name: that under which it came here, or may come, else that of QEMU, else that of the
+/// socket. Without a hypervisor, that of the machine which was last moved from there.
+async fn connect(home: &Home, hypervisor: &Hypervisor) -> Result<(Option<Machine>, ImageName)> {
+    let machine = match Machine::connect(&hypervisor.socket).await {
+        Ok(machine) => machine,
+        Err(e) => {
+            let text = hypervisor.to_string();
+            let gone = machines::list(home)?.into_iter().find(|machine| {
+                machine.state == "committed" && machine.hypervisor.as_deref() == Some(text.as_str())
+            });
+            return match gone {
+                Some(machine) => Ok((None, ImageName::new(machine.name)?)),
+                None => Err(e.into()),
+            };
+        }
+    };
+    let mut expected = home.config.machines.iter();
+    let expected = expected.find(|(_, config)| config.incoming == hypervisor.socket);
+    let named = match expected {
+        Some((name, _)) => Some(name.clone()),
+        None => machine.description().await?.name,
+    };
+    let name = match named {
+        Some(name) => name,
+        None => {
+            stem(&hypervisor.socket).context("the machine has no name: start QEMU with -name")?
+        }
+    };
+    let name = ImageName::new(name.as_str())
+        .map_err(|e| usage(format!("the machine's name {:?}: {e}", clean(&name))))?;
+    Ok((Some(machine), name))
+}
+
+/// The directory of moves of a machine.
+fn work(home: &Home, name: &ImageName) -> PathBuf {
+    home.machines().directory().join(format!(".{name}.move"))
+}
+
+fn stem(path: &Path) -> Option<String> {
+    Some(path.file_stem()?.to_str()?.to_owned())
+}
+
+/// Has the running site close the disks of a machine that has left, if it served them.
+async fn close(home: &Home, name: &ImageName) {
+    let name = name.clone();
+    let closed = async {
+        match Call::local(home).await? {
+            Some(call) => call.ask(&CloseMachine { name }, |()| {}).await,
+            // It does so when it starts.
+            None => Ok(()),
+        }
+    };
+    if let Err(e) = closed.await {
+        tracing::warn!("the disks of the machine are still open here: {e:#}");
+    }
+}
+
+fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
+    if let MigrateError::Stayed {
+        code: Some(code), ..
+    } = &error
+    {
+        return Error::coded(*code, error.to_string()).into();
+    }
+    match error {
+        MigrateError::Refused(refusal) => Error::Refused(refusal).into(),
+        MigrateError::Net(NetError::Refused(refusal)) => Error::of_peer(peer, &refusal).into(),
+        MigrateError::Net(e) => Error::from(e).into(),
+        MigrateError::Teleport(e) => failure::of_sending(e, peer),
+        e => e.into(),
+    }
+}
+
+fn list(home: &Home, json: bool) -> Result<()> {
+    let list = machines::list(home)?;
+    if json {
+        return list.iter().try_for_each(out::json);
+    }
+    if list.is_empty() {
+        out::note("drover: no machine has moved to this site or from it");
+        return Ok(());
+    }
+    let rows = list.iter().map(|machine| {
+        let peer = machine.peer.as_deref().map_or_else(|| "-".into(), clean);
+        let hypervisor = machine.hypervisor.as_deref();
+        vec![
+            clean(&machine.name),
+            machine.state.into(),
+            peer,
+            machine.generation.to_string(),
+            machine.disks.join(", "),
+            hypervisor.map_or_else(|| "-".into(), clean),
+        ]
+    });
+    let heading = ["name", "state", "peer", "moves", "disks", "hypervisor"];
+    out::line(&out::table(&heading, rows.collect(), &[3]))
+}
+
+/// Has the process that moves a machine give up, or does it in its place.
+async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
+    let records = home.machines();
+    if let Some(process) = records.mover(name)? {
+        let process = rustix::process::Pid::from_raw(process).context("no such process")?;
+        rustix::process::kill_process(process, rustix::process::Signal::INT)
+            .with_context(|| format!("cannot stop process {process:?}, which moves {name}"))?;
+        let gone = async {
+            while records.mover(name)?.is_some() {
+                tokio::time::sleep(ABORT_POLL).await;
+            }
+            std::io::Result::Ok(())
+        };
+        let Ok(gone) = tokio::time::timeout(ABORT_LIMIT, gone).await else {
+            bail!(
+                "{name} is being handed over, and can no longer be stopped; see `drover migrate --list`"
+            );
+        };
+        gone?;
+    }
+    let known = machines::list(home)?
+        .into_iter()
+        .find(|machine| machine.name == name.as_str());
+    let Some(known) = known else {
+        return Err(failure::refused(format!(
+            "no machine called {name} has moved; see `drover migrate --list`"
+        )));
+    };
+    if matches!(known.state, "leaving" | "committed") {
+        let machine = match known.hypervisor.as_deref().map(str::parse::<Hypervisor>) {
+            Some(Ok(hypervisor)) => Machine::connect(&hypervisor.socket).await.map(Some),
+            _ => Ok(None),
+        };
+        let machine = match machine {
+            Err(HypervisorError::Connect { .. }) => None,
+            machine => machine?,
+        };
+        drover_migrate::give_up(machine, &records, name, &work(home, name))
+            .await
+            .map_err(|e| failed(e, ""))?;
+    } else if known.state == "gone" {
+        let peer = known.peer.unwrap_or_default();
+        return Err(failure::refused(format!(
+            "{name} runs at {} already",
+            clean(&peer)
+        )));
+    }
+    if json {
+        return out::json(&serde_json::json!({"event": "aborted", "machine": name.as_str()}));
+    }
+    out::line(&format!("{name}: stays here"))
+}

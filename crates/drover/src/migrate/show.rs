@@ -1,0 +1,154 @@
+//! The output of `migrate`: progress and the result, for people and for scripts.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_agent::text::{bytes, clean};
+use drover_migrate::{MoveEvent, MoveReport, Step};
+use drover_teleport::progress::{Counters, WireTotals};
+use serde_json::{Value, json};
+
+use crate::cli::MigrateArgs;
+use crate::out;
+use crate::send;
+
+/// Shows a migration.
+pub struct Show {
+    json: bool,
+    dry_run: bool,
+    machine: String,
+    peer: String,
+    /// Shows the images of the disks.
+    images: send::Show,
+    counters: Arc<Counters>,
+    wire: Arc<WireTotals>,
+}
+
+impl Show {
+    /// Shows the migration of `machine` to `peer`.
+    pub fn new(args: &MigrateArgs, machine: String, peer: String) -> Show {
+        let (counters, wire) = (Arc::<Counters>::default(), Arc::<WireTotals>::default());
+        let images = send::Show::new(
+            args.json,
+            args.dry_run,
+            peer.clone(),
+            Arc::clone(&counters),
+            Arc::clone(&wire),
+        );
+        Show {
+            json: args.json,
+            dry_run: args.dry_run,
+            machine,
+            peer,
+            images,
+            counters,
+            wire,
+        }
+    }
+
+    /// What is counted while the images are sent.
+    pub fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.counters)
+    }
+
+    /// Bytes on the wire while the images are sent.
+    pub fn wire(&self) -> Arc<WireTotals> {
+        Arc::clone(&self.wire)
+    }
+
+    /// Shows the progress of what is being sent.
+    pub fn sample(&self) {
+        self.images.sample();
+    }
+
+    /// Shows an event.
+    pub fn event(&self, event: MoveEvent) {
+        let machine = &self.machine;
+        match event {
+            MoveEvent::Send(event) => self.images.event(event),
+            MoveEvent::Step(step) => {
+                let (name, text) = match step {
+                    Step::Images => ("images", "copying its disks"),
+                    Step::Disks => ("disks", "copying what it wrote meanwhile"),
+                    Step::Memory => ("memory", "copying its memory"),
+                    Step::Switch => ("switch", "paused, handing it over"),
+                };
+                self.print(
+                    json!({"event": "step", "machine": machine, "step": name}),
+                    || format!("{machine}: {text}"),
+                );
+            }
+            MoveEvent::Round { round, bytes: n } => {
+                let line =
+                    json!({"event": "round", "machine": machine, "round": round, "bytes": n});
+                self.print(line, || {
+                    format!("{machine}: round {round}: {} written", bytes(n))
+                });
+            }
+            MoveEvent::Memory(ram) => {
+                let line = json!({
+                    "event": "memory", "machine": machine, "sent_bytes": ram.transferred,
+                    "left_bytes": ram.remaining, "total_bytes": ram.total,
+                });
+                self.print(line, || {
+                    format!(
+                        "{machine}: memory: {} sent, {} of {} left",
+                        bytes(ram.transferred),
+                        bytes(ram.remaining),
+                        bytes(ram.total)
+                    )
+                });
+            }
+            MoveEvent::Reconnecting { error } => {
+                let line =
+                    json!({"event": "reconnecting", "machine": machine, "message": clean(&error)});
+                self.print(line, || format!("{machine}: {error}; trying again"));
+            }
+        }
+    }
+
+    /// Shows the result.
+    ///
+    /// # Errors
+    /// When stdout cannot be written.
+    pub fn done(&self, report: &MoveReport) -> Result<()> {
+        self.images.clear();
+        if self.json {
+            let mut last = serde_json::to_value(report)?;
+            last["event"] = "done".into();
+            last["peer"] = self.peer.clone().into();
+            last["dry_run"] = self.dry_run.into();
+            return out::json(&last);
+        }
+        if self.dry_run {
+            return out::line(&format!(
+                "{}: can move; {} of memory besides its disks",
+                self.machine,
+                bytes(report.memory_bytes)
+            ));
+        }
+        let pause = &report.pause;
+        out::line(&format!(
+            "{} runs at {}: paused for {} ms (disks {}, memory {}, hand-over {}); {} of disks, {} of changes, {} of memory in {:.1} s",
+            self.machine,
+            clean(&self.peer),
+            pause.total_ms,
+            pause.disks_ms,
+            pause.memory_ms,
+            pause.hand_over_ms,
+            bytes(report.image_wire_bytes),
+            bytes(report.disk_wire_bytes),
+            bytes(report.memory_bytes),
+            report.seconds,
+        ))
+    }
+
+    /// The migration failed.
+    pub fn failed(&self) {
+        self.images.clear();
+    }
+
+    fn print(&self, line: Value, text: impl FnOnce() -> String) {
+        self.images.print(line, text);
+    }
+}

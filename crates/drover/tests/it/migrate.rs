@@ -1,0 +1,328 @@
+//! `drover migrate` with a real QEMU at both sites, and a guest that writes numbered records to its disk.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Lines};
+use std::process::{Child, ChildStdout, Stdio};
+
+use drover_hypervisor::machine::Node;
+use drover_hypervisor::testing::{Guest, Launch, Qemu, program};
+use serde_json::Value;
+
+use crate::world::{Site, World, own_address, until, wait};
+
+const SIZE: u64 = 4 << 20;
+
+/// Two sites, and what their machines boot.
+struct Sites {
+    world: World,
+    guest: Guest,
+    /// The sites called `near` and `far`, and where they listen.
+    running: [(Site, String); 2],
+}
+
+impl Sites {
+    /// Two sites that may migrate the machine `web` to each other; none, with a SKIP, where no guest runs.
+    fn new(test: &str) -> Option<Sites> {
+        program(test)?;
+        let world = World::new();
+        let guest = Guest::build(test, world.path("").as_path())?;
+        let running = ["near", "far"].map(|home| {
+            world.run(home, &["init"]).ok();
+            let incoming = world.path(&format!("web-{home}.qmp"));
+            let table = format!("[machines.web]\nincoming = {incoming:?}\n");
+            fs::write(world.path(home).join("config.toml"), table).unwrap();
+            let address = own_address().to_string();
+            let site = world.process(home, &["serve", "--listen", &address]);
+            (site, address)
+        });
+        for (home, peer) in [("near", "far"), ("far", "near")] {
+            let ticket = world.run(peer, &["ticket", "--can", "send,host"]).ok().out;
+            let pair = ["pair", ticket.trim(), "--name", peer];
+            world.run(home, &pair).ok();
+        }
+        for (home, peer) in [("near", "far"), ("far", "near")] {
+            let can = ["peers", "set", peer, "--can", "send,host"];
+            world.run(home, &can).ok();
+        }
+        Some(Sites {
+            world,
+            guest,
+            running,
+        })
+    }
+
+    /// Kills a site, and starts it again.
+    fn restart(&mut self, home: &str) {
+        let index = usize::from(home == "far");
+        self.running[index].0.signal("KILL");
+        self.running[index].0.wait();
+        let address = self.running[index].1.clone();
+        self.running[index].0 = self.world.process(home, &["serve", "--listen", &address]);
+    }
+
+    fn launch(&self, disk: &[Node]) -> Launch {
+        let launch = disk.iter().fold(Launch::new(), Launch::node);
+        launch.disk("vd0", "disk").guest(&self.guest, 10, 4)
+    }
+
+    /// The machine, with a raw file as its disk.
+    async fn start(&self, home: &str) -> Qemu {
+        let path = self.world.path("web.raw");
+        fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+        let file = Node::File {
+            name: "file".into(),
+            path,
+        };
+        let mut machine = self
+            .launch(&[file, raw("file")])
+            .start(&self.world.path(""), &format!("web-{home}"));
+        machine.machine().await;
+        machine
+    }
+
+    /// A QEMU that waits for it.
+    async fn wait_for_it(&self, home: &str) -> Qemu {
+        let stub = Node::Null {
+            name: "stub".into(),
+            size: SIZE,
+        };
+        let launch = self.launch(&[stub, raw("stub")]).incoming();
+        let mut machine = launch.start(&self.world.path(""), &format!("web-{home}"));
+        machine.machine().await;
+        machine
+    }
+
+    fn hypervisor(&self, home: &str) -> String {
+        let socket = self.world.path(&format!("web-{home}.qmp"));
+        format!("qmp:{}", socket.display())
+    }
+}
+
+impl Drop for Sites {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for (site, address) in &self.running {
+                println!("the log of the site at {address}:\n{}", site.log());
+            }
+        }
+    }
+}
+
+fn raw(file: &str) -> Node {
+    Node::Raw {
+        name: "disk".into(),
+        file: file.into(),
+    }
+}
+
+/// A migration that is under way.
+struct Moving {
+    process: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Moving {
+    fn begin(sites: &Sites, from: &str, to: &str, options: &[&str]) -> Moving {
+        let machine = sites.hypervisor(from);
+        let args = [&["migrate", &machine, to, "--json"], options].concat();
+        let mut command = sites.world.drover(from, &args);
+        let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        Moving { process, lines }
+    }
+
+    /// Waits for an event, in which this field has this value.
+    fn until(&mut self, field: &str, value: &str) -> Value {
+        let mut seen = Vec::new();
+        for line in self.lines.by_ref() {
+            let event: Value = serde_json::from_str(&line.unwrap()).unwrap();
+            if event[field] == value {
+                return event;
+            }
+            seen.push(event);
+        }
+        let seen: String = seen.iter().map(|event| format!("{event}\n")).collect();
+        panic!("{field} is never {value}:\n{seen}");
+    }
+
+    /// Waits for the end.
+    fn done(mut self) -> Value {
+        let done = self.until("event", "done");
+        assert_eq!(wait(&mut self.process), Some(0));
+        done
+    }
+
+    fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+/// Waits until the guest at the destination has written on, and checks all of its records.
+async fn goes_on(here: &Qemu, there: &mut Qemu) {
+    let last = here.said("beat").unwrap();
+    there.wait_said("beat", last + 20).await;
+    let beats = there.all_said("beat");
+    // The line of one record may have been torn between the two.
+    assert!(
+        beats[0] == last + 1 || beats[0] == last + 2,
+        "{last}, then {}",
+        beats[0]
+    );
+    assert!(there.verify().await >= last + 20);
+    assert_eq!(here.said("beat"), Some(last), "it runs once");
+}
+
+/// What drover has made in a hypervisor: bitmaps, exports, block nodes.
+async fn left_in(qemu: &mut Qemu) -> (usize, usize) {
+    let machine = qemu.machine().await;
+    let disks = machine.disks().await.unwrap();
+    let bitmaps = disks
+        .iter()
+        .filter_map(|disk| disk.medium.as_ref())
+        .map(|medium| medium.bitmaps.len());
+    (bitmaps.sum(), machine.exports().await.unwrap().len())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_moves_and_comes_back() {
+    let Some(sites) = Sites::new("a_machine_moves_and_comes_back") else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 50).await;
+    for (from, to) in [("near", "far"), ("far", "near"), ("near", "far")] {
+        let mut there = sites.wait_for_it(to).await;
+        let done = Moving::begin(&sites, from, to, &[]).done();
+        let pause = &done["pause"];
+        let part = |name: &str| pause[name].as_u64().unwrap();
+        let parts = part("disks_ms") + part("memory_ms") + part("hand_over_ms");
+        assert_eq!(parts, part("total_ms"));
+        assert!(done["memory_bytes"].as_u64() > Some(1 << 20), "{done}");
+        here.ended().await;
+        goes_on(&here, &mut there).await;
+        let listed = |home: &str| {
+            sites
+                .world
+                .run(home, &["migrate", "--list", "--json"])
+                .ok()
+                .json()
+        };
+        let state = |home: &str| listed(home)[0]["state"].clone();
+        assert_eq!((state(from), state(to)), ("gone".into(), "running".into()));
+        here = there;
+    }
+    // What the machine wrote there is part of its image now.
+    until("the changes are merged", || {
+        let changes = sites.world.run("near", &["changes", "--json"]).ok().json();
+        changes.is_empty()
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behind() {
+    let test = "a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behind";
+    let Some(sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    for (step, killed) in [
+        ("images", false),
+        ("disks", false),
+        ("memory", false),
+        ("memory", true),
+    ] {
+        let last = here.wait_said("beat", 20).await;
+        let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
+        moving.until("step", step);
+        if killed {
+            moving.kill();
+            let left = sites.world.run("near", &["migrate", "--list"]).ok();
+            assert!(left.out.contains("leaving"), "{}", left.out);
+            sites.world.run("near", &["migrate", "--abort", "web"]).ok();
+        } else {
+            sites.world.run("near", &["migrate", "--abort", "web"]).ok();
+            assert_eq!(wait(&mut moving.process), Some(1));
+        }
+        assert_eq!(left_in(&mut here).await, (0, 0), "{step}");
+        here.wait_said("beat", last + 20).await;
+        assert!(here.verify().await >= last + 20);
+        let listed = sites.world.run("near", &["migrate", "--list"]).ok();
+        assert!(listed.out.contains("running"), "{}", listed.out);
+        if step == "memory" {
+            // It had begun to read the memory of that one.
+            there.kill();
+            there = sites.wait_for_it("far").await;
+        }
+    }
+    Moving::begin(&sites, "near", "far", &[]).done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_migration_continues_after_a_crash_of_either_side() {
+    let Some(mut sites) = Sites::new("a_migration_continues_after_a_crash_of_either_side") else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 20).await;
+    let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
+    moving.until("step", "memory");
+    moving.kill();
+    there.kill();
+    there = sites.wait_for_it("far").await;
+    // The same command continues; then the other site is lost, and comes back.
+    let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "30M"]);
+    moving.until("step", "memory");
+    sites.restart("far");
+    there.kill();
+    there = sites.wait_for_it("far").await;
+    moving.until("event", "reconnecting");
+    moving.done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_move_is_said() {
+    let Some(sites) = Sites::new("what_cannot_move_is_said") else {
+        return;
+    };
+    let world = &sites.world;
+    let near = sites.hypervisor("near");
+    world
+        .run("near", &["migrate", &near, "far"])
+        .fails(1, &["cannot connect to QEMU", "web-near.qmp"]);
+    world.run("near", &["migrate", "web", "far"]).code(2);
+    world
+        .run("near", &["migrate", "--abort", "web"])
+        .fails(3, &["no machine called web"]);
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 1).await;
+    world
+        .run("near", &["migrate", &near, "nowhere"])
+        .fails(3, &["no peer is called"]);
+    world
+        .run("near", &["migrate", &near, "far", "--as", "db"])
+        .fails(3, &["does not expect a machine called db", "[machines.db]"]);
+    world
+        .run("near", &["migrate", &near, "far"])
+        .fails(1, &["stays here", "no QEMU waits", "-incoming defer"]);
+    let dry = world
+        .run("near", &["migrate", &near, "far", "--dry-run", "--json"])
+        .ok()
+        .json();
+    assert_eq!(dry.last().unwrap()["dry_run"], true);
+    world
+        .run("far", &["peers", "set", "near", "--can", "send"])
+        .ok();
+    world
+        .run("near", &["migrate", &near, "far"])
+        .fails(3, &["host"]);
+    assert_eq!(left_in(&mut here).await, (0, 0));
+    let last = here.said("beat").unwrap();
+    here.wait_said("beat", last + 10).await;
+}

@@ -1,0 +1,280 @@
+//! What is written to disks after their images were sent: read at the seeder, packed, carried, and written at the leecher.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, DeviceError, Zeroes, is_zero};
+use drover_net::{Frame, FrameReader, FrameWriter, NetError, encode};
+use tokio::sync::mpsc;
+
+use crate::error::MigrateError;
+use crate::protocol::{Coding, MAX_FRAME, MAX_WRITE, WriteHead, kind};
+
+/// Frames between the thread that reads and the socket, or the socket and the thread that writes.
+const QUEUE: usize = 4;
+
+/// Level of compression: what a link of 1 Gbit/s does not wait for.
+const LEVEL: i32 = 1;
+
+/// What the seeder has sent of its disks.
+#[derive(Debug, Default)]
+pub struct Sent {
+    /// Bytes of disks.
+    pub disk: AtomicU64,
+    /// The same, packed.
+    pub packed: AtomicU64,
+}
+
+/// The connection on which the seeder sends what was written.
+pub struct DiskWriter {
+    reader: FrameReader,
+    writer: FrameWriter,
+    sent: Arc<Sent>,
+}
+
+impl DiskWriter {
+    /// Uses an open connection, after the reply.
+    #[must_use]
+    pub fn new(reader: FrameReader, mut writer: FrameWriter, sent: Arc<Sent>) -> Self {
+        writer.set_max_frame(MAX_FRAME);
+        Self {
+            reader,
+            writer,
+            sent,
+        }
+    }
+
+    /// Sends what is in these ranges of a disk now.
+    ///
+    /// # Errors
+    /// When the disk cannot be read, or the connection breaks.
+    pub async fn send(
+        &mut self,
+        disk: u32,
+        device: Arc<dyn BlockDevice>,
+        ranges: Vec<Range<u64>>,
+    ) -> Result<(), MigrateError> {
+        let (frames, mut queue) = mpsc::channel(QUEUE);
+        let sent = self.sent.clone();
+        let read =
+            tokio::task::spawn_blocking(move || pack(disk, &*device, ranges, &frames, &sent));
+        while let Some(payload) = queue.recv().await {
+            let payload: Vec<u8> = payload;
+            self.writer.send(kind::WRITE, &payload).await?;
+        }
+        let read = read.await.map_err(|_| MigrateError::Stopped)?;
+        read.map_err(|error| MigrateError::Disk {
+            disk: disk.to_string(),
+            error,
+        })
+    }
+
+    /// Returns when all that was sent is durable at the leecher.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the leecher could not write.
+    pub async fn flush(&mut self) -> Result<(), MigrateError> {
+        self.writer.send(kind::FLUSH, &[]).await?;
+        self.writer.flush().await?;
+        match next(&mut self.reader).await?.kind {
+            kind::FLUSHED => Ok(()),
+            _ => Err(MigrateError::Protocol("disks")),
+        }
+    }
+}
+
+fn pack(
+    disk: u32,
+    device: &dyn BlockDevice,
+    ranges: Vec<Range<u64>>,
+    frames: &mpsc::Sender<Vec<u8>>,
+    sent: &Sent,
+) -> Result<(), DeviceError> {
+    let mut buffer = vec![0; MAX_WRITE];
+    for range in ranges {
+        for offset in range.clone().step_by(MAX_WRITE) {
+            let length = (range.end - offset).min(MAX_WRITE as u64);
+            let bytes = &mut buffer[..length as usize];
+            device.read(offset, bytes)?;
+            let (coding, body) = match is_zero(bytes) {
+                true => (Coding::Zeros, Vec::new()),
+                false => match zstd::bulk::compress(bytes, LEVEL) {
+                    Ok(packed) if packed.len() < bytes.len() => (Coding::Zstd, packed),
+                    _ => (Coding::Plain, bytes.to_vec()),
+                },
+            };
+            let head = WriteHead {
+                disk,
+                offset,
+                length,
+                coding,
+            };
+            let mut payload = encode(&head);
+            payload.extend_from_slice(&body);
+            sent.disk.fetch_add(length, Ordering::Relaxed);
+            sent.packed
+                .fetch_add(payload.len() as u64, Ordering::Relaxed);
+            if frames.blocking_send(payload).is_err() {
+                // The connection is gone, which is reported.
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn next(reader: &mut FrameReader) -> Result<Frame, MigrateError> {
+    let frame = reader.next().await?;
+    frame.ok_or_else(|| {
+        let peer = reader.peer_text().to_owned();
+        NetError::Truncated { peer }.into()
+    })
+}
+
+/// Writes what the seeder sends, until it hangs up.
+///
+/// # Errors
+/// A disk that cannot be written, a broken connection, or what is against the protocol.
+pub async fn receive(
+    disks: Vec<Arc<dyn BlockDevice>>,
+    mut reader: FrameReader,
+    mut writer: FrameWriter,
+) -> Result<(), MigrateError> {
+    reader.set_max_frame(MAX_FRAME);
+    let (frames, mut queue) = mpsc::channel::<Frame>(QUEUE);
+    let (done, mut flushed) = mpsc::channel::<()>(1);
+    let write = tokio::task::spawn_blocking(move || {
+        while let Some(frame) = queue.blocking_recv() {
+            match frame.kind {
+                kind::WRITE => apply(&disks, &frame.payload)?,
+                kind::FLUSH => {
+                    for (n, disk) in disks.iter().enumerate() {
+                        disk.flush().map_err(|error| failed(n as u32, error))?;
+                    }
+                    if done.blocking_send(()).is_err() {
+                        break;
+                    }
+                }
+                _ => return Err(MigrateError::Protocol("disks")),
+            }
+        }
+        Ok(())
+    });
+    let carry = async {
+        loop {
+            tokio::select! {
+                biased;
+                Some(()) = flushed.recv() => {
+                    writer.send(kind::FLUSHED, &[]).await?;
+                    writer.flush().await?;
+                }
+                frame = reader.next() => {
+                    let Some(frame) = frame? else {
+                        return Ok(());
+                    };
+                    // The thread has ended with an error.
+                    if frames.send(frame).await.is_err() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    };
+    let carried: Result<(), MigrateError> = carry.await;
+    drop(frames);
+    let written = write.await.map_err(|_| MigrateError::Stopped)?;
+    written.and(carried)
+}
+
+fn failed(disk: u32, error: DeviceError) -> MigrateError {
+    MigrateError::Disk {
+        disk: disk.to_string(),
+        error,
+    }
+}
+
+/// Writes the bytes of one frame.
+fn apply(disks: &[Arc<dyn BlockDevice>], payload: &Bytes) -> Result<(), MigrateError> {
+    let bad = || MigrateError::Protocol("a write to a disk");
+    let (head, body) = postcard::take_from_bytes::<WriteHead>(payload).map_err(|_| bad())?;
+    let disk = usize::try_from(head.disk).ok().and_then(|n| disks.get(n));
+    let disk = disk.ok_or_else(bad)?;
+    let end = head.offset.checked_add(head.length);
+    if end.is_none_or(|end| end > disk.size()) {
+        return Err(bad());
+    }
+    let written = match head.coding {
+        Coding::Zeros => disk.write_zeroes(head.offset, head.length, Zeroes::default()),
+        _ if head.length > MAX_WRITE as u64 => return Err(bad()),
+        Coding::Plain if body.len() as u64 == head.length => disk.write(head.offset, body),
+        Coding::Plain => return Err(bad()),
+        Coding::Zstd => {
+            let bytes = zstd::bulk::decompress(body, head.length as usize).map_err(|_| bad())?;
+            if bytes.len() as u64 != head.length {
+                return Err(bad());
+            }
+            disk.write(head.offset, &bytes)
+        }
+    };
+    written.map_err(|error| failed(head.disk, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_device::backend::MemoryDevice;
+
+    use super::*;
+
+    fn frame(disk: u32, offset: u64, length: u64, coding: Coding, body: &[u8]) -> Bytes {
+        let head = WriteHead {
+            disk,
+            offset,
+            length,
+            coding,
+        };
+        [&encode(&head)[..], body].concat().into()
+    }
+
+    #[test]
+    fn what_was_written_arrives_and_nothing_else() {
+        let mut rng = fastrand::Rng::with_seed(3);
+        let mut content = vec![0u8; 4 << 20];
+        rng.fill(&mut content[1 << 20..(2 << 20) + 777]);
+        content[3 << 20..].fill(7);
+        let from = MemoryDevice::from_bytes(&content);
+        let to: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::from_bytes(&vec![9; 4 << 20]));
+        let (frames, mut queue) = mpsc::channel(64);
+        let ranges = vec![0..4096, (1 << 20) - 512..4 << 20];
+        let sent = Sent::default();
+        pack(0, &from, ranges, &frames, &sent).unwrap();
+        drop(frames);
+        while let Some(payload) = queue.blocking_recv() {
+            apply(std::slice::from_ref(&to), &payload.into()).unwrap();
+        }
+        let mut expected = vec![9u8; 4 << 20];
+        expected[..4096].copy_from_slice(&content[..4096]);
+        expected[(1 << 20) - 512..].copy_from_slice(&content[(1 << 20) - 512..]);
+        let mut found = vec![0; 4 << 20];
+        to.read(0, &mut found).unwrap();
+        assert!(found == expected);
+        assert_eq!(sent.disk.into_inner(), (3 << 20) + 512 + 4096);
+        assert!(sent.packed.into_inner() < 5 << 18);
+    }
+
+    #[test]
+    fn hostile_writes_are_refused() {
+        let disks: Vec<Arc<dyn BlockDevice>> = vec![Arc::new(MemoryDevice::from_bytes(&[0; 8192]))];
+        let refused = |payload: Bytes| apply(&disks, &payload).is_err();
+        assert!(refused(Bytes::new()));
+        assert!(refused(frame(1, 0, 1, Coding::Plain, &[1])));
+        assert!(refused(frame(0, 8192, 1, Coding::Plain, &[1])));
+        assert!(refused(frame(0, u64::MAX, 2, Coding::Zeros, &[])));
+        assert!(refused(frame(0, 0, 2, Coding::Plain, &[1])));
+        assert!(refused(frame(0, 0, 2, Coding::Zstd, &[1, 2, 3])));
+        let bomb = zstd::bulk::compress(&vec![0; 4 << 20], 1).unwrap();
+        assert!(refused(frame(0, 0, 4096, Coding::Zstd, &bomb)));
+        assert!(!refused(frame(0, 0, 8192, Coding::Zeros, &[])));
+    }
+}

@@ -1,0 +1,103 @@
+//! Errors of a migration.
+
+use std::io;
+
+use drover_core::DeviceError;
+use drover_device::backend::nbd::NbdError;
+use drover_hypervisor::HypervisorError;
+use drover_net::{Code, NetError, Refusal};
+use drover_teleport::TeleportError;
+
+/// Why a migration failed, or a step of it.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrateError {
+    /// The connection with the other site.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// The other site, or a record of this one, does not allow it.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The hypervisor.
+    #[error(transparent)]
+    Hypervisor(#[from] HypervisorError),
+    /// An image could not be sent.
+    #[error(transparent)]
+    Teleport(#[from] TeleportError),
+    /// A disk.
+    #[error("disk {disk}: {error}")]
+    Disk {
+        /// Its name.
+        disk: String,
+        /// Why.
+        error: DeviceError,
+    },
+    /// The hypervisor's NBD server.
+    #[error(transparent)]
+    Nbd(#[from] NbdError),
+    /// The socket of the hypervisor's stream.
+    #[error("the hypervisor's stream: {0}")]
+    Stream(#[source] io::Error),
+    /// A file or directory of ours.
+    #[error("{what}: {error}")]
+    File {
+        /// What was being done to which.
+        what: String,
+        /// Why.
+        error: io::Error,
+    },
+    /// The other site sent what it must not.
+    #[error("protocol error in {0}")]
+    Protocol(&'static str),
+    /// The machine did not move, and runs on.
+    #[error("{machine} stays here: {why}")]
+    Stayed {
+        /// Its name.
+        machine: String,
+        /// Why.
+        why: String,
+        /// The other site's refusal, if that is why.
+        code: Option<Code>,
+    },
+    /// What cannot move.
+    #[error("{0}")]
+    Unsupported(String),
+    /// A step took too long.
+    #[error("{what} took longer than {seconds} s")]
+    TooLong {
+        /// The step.
+        what: &'static str,
+        /// The limit.
+        seconds: u64,
+    },
+    /// The conversation with the other site broke.
+    #[error("the connection with the other site was lost")]
+    Lost,
+    /// It was stopped.
+    #[error("stopped")]
+    Stopped,
+}
+
+impl MigrateError {
+    /// The refusal that it is.
+    #[must_use]
+    pub fn code(&self) -> Option<Code> {
+        match self {
+            Self::Refused(refusal)
+            | Self::Net(NetError::Refused(refusal))
+            | Self::Teleport(TeleportError::Refused(refusal)) => Some(refusal.code),
+            Self::Stayed { code, .. } => *code,
+            _ => None,
+        }
+    }
+
+    /// Whether the same step may succeed later without a change.
+    #[must_use]
+    pub fn retryable(&self) -> bool {
+        match self {
+            Self::Net(e) => e.retryable(),
+            Self::Teleport(e) => e.retryable(),
+            Self::Lost => true,
+            _ => false,
+        }
+    }
+}

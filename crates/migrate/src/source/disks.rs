@@ -1,0 +1,243 @@
+//! The disks of a machine that runs: an unchanging state of all of them, and then, round by round, what was written since.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_core::{BlockDevice, Digest, ImageName, ReadAt};
+use drover_device::backend::NbdDevice;
+use drover_device::backend::nbd::NbdOptions;
+use drover_hypervisor::machine::{Machine, RunState};
+use drover_hypervisor::rounds::View;
+use drover_hypervisor::{HypervisorError, Rounds};
+use drover_image::{Conversion, Format, Layout, Outgoing};
+use drover_store::machine::MAX_DISKS;
+use drover_teleport::{SendItem, Snapshot};
+
+use crate::disks::DiskWriter;
+use crate::error::MigrateError;
+use crate::protocol::DiskOffer;
+
+/// The name of our series of rounds in a hypervisor: there is one move of a machine at a time.
+const SERIES: &str = "move";
+
+/// Bytes for each bit of a bitmap: what the file systems of guests write at least.
+const GRANULARITY: u32 = 4096;
+
+/// Longest range that is asked for its extents at once.
+const EXTENTS_AT_ONCE: u64 = 1 << 30;
+
+/// Upper bound on the runs of data of a disk: beyond it the shortest gaps are sent as zeros.
+const MAX_RUNS: usize = 1 << 20;
+
+/// The writable disks of a machine.
+#[derive(Default)]
+pub struct Disks {
+    /// As they are offered to the other site.
+    pub offers: Vec<DiskOffer>,
+    /// The machine's memory.
+    pub memory_bytes: u64,
+    /// Their block nodes.
+    nodes: Vec<String>,
+    /// What is written to them.
+    rounds: Option<Rounds>,
+}
+
+impl Disks {
+    /// The disks of a machine that can move.
+    ///
+    /// # Errors
+    /// When it cannot, and why.
+    pub async fn of(machine: &Machine, name: &ImageName) -> Result<Disks, MigrateError> {
+        machine.check_migratable().await?;
+        let status = machine.status().await?;
+        if status != RunState::Running && status != RunState::PostMigrate {
+            return Err(MigrateError::Unsupported(format!(
+                "the machine is {status}: only one that runs moves live; send its images instead"
+            )));
+        }
+        let memory_bytes = machine.description().await?.memory;
+        let (mut nodes, mut offers) = (Vec::new(), Vec::new());
+        let writable = machine.disks().await?.into_iter();
+        let writable: Vec<_> = writable
+            .filter_map(|disk| disk.medium)
+            .filter(|medium| !medium.read_only)
+            .collect();
+        if writable.len() > MAX_DISKS {
+            return Err(MigrateError::Unsupported("it has too many disks".into()));
+        }
+        for (n, medium) in writable.iter().enumerate() {
+            if medium.encrypted {
+                return Err(MigrateError::Unsupported(format!(
+                    "disk {n} is encrypted by QEMU: its key does not move"
+                )));
+            }
+            let image = match writable.len() {
+                1 => format!("{name}.raw"),
+                _ => format!("{name}-{n}.raw"),
+            };
+            let image =
+                ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
+            offers.push(DiskOffer {
+                image,
+                size: medium.size,
+                read_only: false,
+            });
+            nodes.push(medium.node.clone());
+        }
+        Ok(Disks {
+            offers,
+            memory_bytes,
+            nodes,
+            rounds: None,
+        })
+    }
+
+    /// Holds the state of all disks as of now in exports of the hypervisor, and begins to record what is written: images
+    /// to be sent. `work` gets the socket of those exports, `scratch` what the machine overwrites in the meantime.
+    pub async fn hold(
+        &mut self,
+        machine: &Machine,
+        work: &Path,
+        scratch: &Path,
+    ) -> Result<Vec<SendItem>, MigrateError> {
+        let nodes: Vec<&str> = self.nodes.iter().map(String::as_str).collect();
+        let rounds =
+            Rounds::begin_held(machine, SERIES, &nodes, work, GRANULARITY, scratch).await?;
+        let views = rounds.held().await?.unwrap_or_default();
+        self.rounds = Some(rounds);
+        let mut items = Vec::new();
+        for (offer, view) in self.offers.iter().zip(views) {
+            let opened = open(view, |device, _| {
+                let layout = layout(&device)?;
+                Ok((device, layout))
+            });
+            let (device, layout) = opened.await?;
+            items.push(SendItem {
+                path: PathBuf::from(offer.image.as_str()),
+                name: offer.image.clone(),
+                conversion: Conversion::AsIs,
+                snapshot: Some(Snapshot {
+                    image: Arc::new(Outgoing {
+                        content: Arc::new(Content(device)),
+                        layout,
+                        format: Format::Raw,
+                        virtual_size: offer.size,
+                        notes: Vec::new(),
+                        stamps: Vec::new(),
+                    }),
+                    stamp: Digest(blake3::hash(&drover_net::random_id()).into()),
+                }),
+            });
+        }
+        Ok(items)
+    }
+
+    /// Ends the states that [`Disks::hold`] held.
+    pub async fn release(&mut self) -> Result<(), MigrateError> {
+        match &mut self.rounds {
+            Some(rounds) => Ok(rounds.release_held().await?),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends what was written since the last round, or since the disks were held, and waits until it is durable there; bytes.
+    pub async fn round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+        let Some(rounds) = &mut self.rounds else {
+            return Err(MigrateError::Stopped);
+        };
+        let mut total = 0;
+        for (index, view) in rounds.next().await?.into_iter().enumerate() {
+            if view.bytes == 0 {
+                continue;
+            }
+            let opened = open(view, |device, context| {
+                let ranges = device.dirty(context, 0, device.size());
+                let ranges: Vec<Range<u64>> = ranges.collect::<Result<_, _>>()?;
+                Ok((device, ranges))
+            });
+            let (device, ranges) = opened.await?;
+            total += ranges
+                .iter()
+                .map(|range| range.end - range.start)
+                .sum::<u64>();
+            writer.send(index as u32, device, ranges).await?;
+        }
+        writer.flush().await?;
+        rounds.confirm().await?;
+        Ok(total)
+    }
+}
+
+/// Opens a view, and does something with it, and its metadata context, that waits for the server.
+async fn open<T: Send + 'static>(
+    view: View,
+    then: impl FnOnce(Arc<NbdDevice>, &str) -> Result<T, drover_core::DeviceError> + Send + 'static,
+) -> Result<T, MigrateError> {
+    let options = NbdOptions {
+        read_only: true,
+        contexts: view.context.iter().cloned().collect(),
+        ..NbdOptions::default()
+    };
+    let opened = tokio::task::spawn_blocking(move || {
+        let device = Arc::new(NbdDevice::connect(&view.address, &options)?);
+        let context = view.context.as_deref().unwrap_or_default();
+        then(device, context).map_err(|error| MigrateError::Disk {
+            disk: view.address.export.clone(),
+            error,
+        })
+    });
+    opened.await.map_err(|_| MigrateError::Stopped)?
+}
+
+/// Removes everything that moves have made in a hypervisor, in this process or an earlier one. What cannot be removed is left:
+/// it does no harm but slow writes, and the next move removes it.
+pub async fn clear(machine: &Machine, work: &Path) {
+    match drover_hypervisor::rounds::clear(machine, SERIES, work).await {
+        // It has ended, and all of that with it.
+        Ok(()) | Err(HypervisorError::Closed { .. }) => {}
+        Err(e) => tracing::warn!("what recorded the machine's writes is left: {e}"),
+    }
+}
+
+/// An export that does not change, as the content of an image.
+struct Content(Arc<NbdDevice>);
+
+impl ReadAt for Content {
+    fn len(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let left = self.0.size().saturating_sub(offset);
+        let n = buffer
+            .len()
+            .min(usize::try_from(left).unwrap_or(usize::MAX));
+        let read = self.0.read(offset, &mut buffer[..n]);
+        read.map_err(|e| io::Error::other(e.to_string()))?;
+        Ok(n)
+    }
+}
+
+/// The walk over a disk's data, in its order.
+fn layout(device: &NbdDevice) -> Result<Layout, drover_core::DeviceError> {
+    let size = device.size();
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let length = (size - at).min(EXTENTS_AT_ONCE);
+        for extent in device.extents(at, length)? {
+            at = extent.offset + extent.length;
+            if extent.kind != drover_core::ExtentKind::Data {
+                continue;
+            }
+            let is_full = runs.len() >= MAX_RUNS;
+            match runs.last_mut() {
+                Some(last) if last.end == extent.offset || is_full => last.end = at,
+                _ => runs.push(extent.offset..at),
+            }
+        }
+    }
+    Ok(Layout::in_file_order(size, &runs))
+}

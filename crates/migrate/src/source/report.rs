@@ -1,0 +1,109 @@
+//! What a move is told, and what it tells.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use drover_core::ImageName;
+use drover_hypervisor::machine::RamInfo;
+use drover_teleport::SendOptions;
+use drover_teleport::progress::{Counters, SendEvent, WireTotals};
+use serde::Serialize;
+
+/// What to move, and how.
+#[derive(Clone)]
+pub struct MoveOptions {
+    /// Connection and limits, as for sending images.
+    pub send: SendOptions,
+    /// The machine's name at this site.
+    pub machine: ImageName,
+    /// Its name there.
+    pub name_there: ImageName,
+    /// The hypervisor, as a person names it; recorded.
+    pub hypervisor: String,
+    /// A private directory of moves of this machine, which need not exist; removed at the end.
+    pub work: PathBuf,
+    /// A directory for what the machine overwrites while its disks are sent, at most all of them.
+    pub scratch: PathBuf,
+    /// How long the machine may be paused.
+    pub max_pause: Option<Duration>,
+    /// Whether the hypervisor stays, paused, when the machine is gone.
+    pub keep_source: bool,
+    /// What is counted while the images are sent.
+    pub counters: Arc<Counters>,
+    /// Bytes on the wire while the images are sent.
+    pub wire: Arc<WireTotals>,
+}
+
+/// What happens during a move.
+#[derive(Clone, Debug)]
+pub enum MoveEvent {
+    /// A step begins.
+    Step(Step),
+    /// Of sending the images.
+    Send(SendEvent),
+    /// A round over the disks ended; bytes that were sent.
+    Round {
+        /// Its number.
+        round: u32,
+        /// Bytes that were written since the one before.
+        bytes: u64,
+    },
+    /// How memory goes.
+    Memory(RamInfo),
+    /// The connection broke, and is made again.
+    Reconnecting {
+        /// Why.
+        error: String,
+    },
+}
+
+/// A step of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Images of the disks are sent.
+    Images,
+    /// What was written to them follows.
+    Disks,
+    /// Memory follows.
+    Memory,
+    /// The machine is paused, and handed over.
+    Switch,
+}
+
+/// Callback for events.
+pub type OnMove = Arc<dyn Fn(MoveEvent) + Send + Sync>;
+
+/// The parts of the pause, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Pause {
+    /// The last that was written to the disks.
+    pub disks_ms: u64,
+    /// The last of the memory, and the state of devices.
+    pub memory_ms: u64,
+    /// Until the other site has taken the machine, and started it.
+    pub hand_over_ms: u64,
+    /// All of it.
+    pub total_ms: u64,
+}
+
+/// What a move took.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct MoveReport {
+    /// The machine's name there.
+    pub machine: String,
+    /// Bytes on the wire for the images of its disks.
+    pub image_wire_bytes: u64,
+    /// Bytes of disks that were written meanwhile, and sent in rounds.
+    pub disk_bytes: u64,
+    /// The same, as sent.
+    pub disk_wire_bytes: u64,
+    /// Bytes of memory and devices.
+    pub memory_bytes: u64,
+    /// Rounds over the disks.
+    pub rounds: u32,
+    /// The pause.
+    pub pause: Pause,
+    /// From begin to end.
+    pub seconds: f64,
+}
