@@ -286,26 +286,33 @@ impl<S: Site> Moves<S> {
         ask: Ask,
     ) -> Result<Answer, MigrateError> {
         let mut events = Vec::new();
-        match ask {
-            Ask::Begin => {
-                if coming.leecher.may_begin() {
-                    events.push(Event::Copying);
-                    let record = coming.leecher.record();
-                    if let Err(e) = self.discard(name, record, &mut coming.prepared).await {
-                        events.push(Event::Lost(e.to_string()));
-                    }
-                }
+        let done = match ask {
+            Ask::Begin if coming.leecher.may_begin() => {
+                events.push(Event::Copying);
+                let record = coming.leecher.record();
+                let discarded = self.discard(name, record, &mut coming.prepared);
+                discarded.await.map_err(MigrateError::from)
             }
             Ask::Prepare => match self.prepare(name, coming.leecher.record()).await {
-                Ok(prepared) => coming.prepared = Some(prepared),
-                Err(e) => events.push(Event::Lost(e.to_string())),
+                Ok(prepared) => {
+                    coming.prepared = Some(prepared);
+                    Ok(())
+                }
+                Err(e) => Err(e),
             },
-            Ask::Arrived => match self.arrived(coming.prepared.as_ref()).await {
-                Ok(()) => events.push(Event::Ready),
-                Err(e) => events.push(Event::Lost(e.to_string())),
-            },
-            Ask::Commit | Ask::Cancel => {}
-        }
+            Ask::Arrived => {
+                let arrived = self.arrived(coming.prepared.as_ref()).await;
+                arrived.map(|()| events.push(Event::Ready))
+            }
+            Ask::Commit => {
+                // From the decision on nobody else has it.
+                if let Err(e) = self.arrived(coming.prepared.as_ref()).await {
+                    events.push(Event::Lost(e.to_string()));
+                }
+                Ok(())
+            }
+            Ask::Begin | Ask::Cancel => Ok(()),
+        };
         events.push(Event::Asked(ask));
         let mut answer = coming.leecher.answer();
         for event in events {
@@ -323,6 +330,10 @@ impl<S: Site> Moves<S> {
             }
         }
         coming.release_when_over();
+        if let Err(e) = done {
+            // It stays open: the seeder may begin anew.
+            answer.why = e.to_string();
+        }
         let end = answer.why.floor_char_boundary(MAX_WHY);
         answer.why.truncate(end);
         Ok(answer)
@@ -398,10 +409,13 @@ impl<S: Site> Moves<S> {
             Some(prepared) => prepared.hypervisor.clone(),
             None => Machine::connect(self.site.incoming(name).await?).await?,
         };
-        if machine.status().await? != RunState::Running {
-            machine.cont().await?;
+        match machine.status().await? {
+            RunState::Running => Ok(()),
+            RunState::InMigrate => Err(MigrateError::Unsupported(format!(
+                "the memory of the machine {name} was lost with its QEMU: boot it from its disks, and give the migration up here"
+            ))),
+            _ => Ok(machine.cont().await?),
         }
-        Ok(())
     }
 
     /// Opens the disks, and gives them to the hypervisor that waits.

@@ -71,13 +71,20 @@ impl DiskWriter {
         })
     }
 
-    /// Returns when all that was sent is durable at the leecher.
+    /// Asks the leecher to make all that was sent durable; [`Self::flushed`] has to follow.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn flush(&mut self) -> Result<(), MigrateError> {
+        self.writer.send(kind::FLUSH, &[]).await?;
+        Ok(self.writer.flush().await?)
+    }
+
+    /// Returns when all that was sent before [`Self::flush`] is durable at the leecher.
     ///
     /// # Errors
     /// When the connection breaks, or the leecher could not write.
-    pub async fn flush(&mut self) -> Result<(), MigrateError> {
-        self.writer.send(kind::FLUSH, &[]).await?;
-        self.writer.flush().await?;
+    pub async fn flushed(&mut self) -> Result<(), MigrateError> {
         match next(&mut self.reader).await?.kind {
             kind::FLUSHED => Ok(()),
             _ => Err(MigrateError::Protocol("disks")),

@@ -126,6 +126,13 @@ pub async fn give_up(
             }
             Ok(())
         }
+        // Its memory is lost: a person boots it from its disks.
+        Some(Move::Taken(token, _)) => {
+            if let Some(started) = known.and_then(|known| known.started(token)) {
+                machines.store(name, &started)?;
+            }
+            Ok(())
+        }
         Some(Move::Committed(_, to)) => Err(Refusal::new(
             Code::Held,
             format!(
@@ -393,7 +400,7 @@ impl Driver<'_> {
         Ok((reader, writer))
     }
 
-    async fn ask(&mut self, ask: Ask) -> Result<Answer, MigrateError> {
+    async fn ask(&self, ask: Ask) -> Result<Answer, MigrateError> {
         match &self.asker {
             Some(asker) => asker.ask(ask).await,
             None => Err(MigrateError::Lost),
@@ -401,10 +408,10 @@ impl Driver<'_> {
     }
 
     /// Asks for something that is to be done, not decided.
-    async fn order(&mut self, ask: Ask) -> Result<(), MigrateError> {
+    async fn order(&self, ask: Ask) -> Result<(), MigrateError> {
         let answer = self.ask(ask).await?;
         match answer.decision {
-            Decision::Open => Ok(()),
+            Decision::Open if answer.why.is_empty() => Ok(()),
             _ => Err(Refusal::new(Code::Failed, answer.why).into()),
         }
     }

@@ -102,15 +102,21 @@ impl Driver<'_> {
         let paused = Instant::now();
         self.paused = Some(paused);
         self.step(Step::Switch);
-        self.round(&mut writer).await?;
+        self.disks.last_round(&mut writer).await?;
+        self.report.rounds += 1;
         self.report.pause.disks_ms = millis(paused);
         let switched = Instant::now();
         machine.continue_migration().await?;
+        // Round trips of the pause that do not wait for each other.
         let completed = MigrationStatus::Completed;
-        machine
-            .wait_migration(&mut events, &completed, SWITCH_LIMIT)
-            .await?;
-        self.order(Ask::Arrived).await?;
+        tokio::try_join!(
+            async {
+                let switch = machine.wait_migration(&mut events, &completed, SWITCH_LIMIT);
+                Ok(switch.await?)
+            },
+            writer.flushed(),
+            self.order(Ask::Arrived),
+        )?;
         self.report.pause.memory_ms = millis(switched);
         carried.abort();
         self.report.memory_bytes = memory.load(Ordering::Relaxed);

@@ -144,6 +144,16 @@ impl Disks {
 
     /// Sends what was written since the last round, or since the disks were held, and waits until it is durable there; bytes.
     pub async fn round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+        let total = self.last_round(writer).await?;
+        writer.flushed().await?;
+        if let Some(rounds) = &mut self.rounds {
+            rounds.confirm().await?;
+        }
+        Ok(total)
+    }
+
+    /// The same without waiting: [`DiskWriter::flushed`] has to follow.
+    pub async fn last_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
         let Some(rounds) = &mut self.rounds else {
             return Err(MigrateError::Stopped);
         };
@@ -165,7 +175,6 @@ impl Disks {
             writer.send(index as u32, device, ranges).await?;
         }
         writer.flush().await?;
-        rounds.confirm().await?;
         Ok(total)
     }
 }
