@@ -22,14 +22,9 @@ fn share(world: &World, with: &str, more: &[&str]) {
     world.run("near", &[&args, more].concat()).ok();
 }
 
-#[test]
-fn what_is_no_longer_shared_when_it_has_arrived_is_not_delivered() {
-    let world = World::new();
-    let site = world.serve("far", &[]);
-    pair(&world, "near", &[]);
-    pair(&world, "other", &[]);
-    let image = sent(&world, "near", "a.img", 1);
-    share(&world, "other", &[]);
+/// Another peer sends an image in the place of that of `near`; `meanwhile` is called before it has arrived, which makes the
+/// site refuse it. Returns what the sender is told.
+fn cut_short(world: &World, meanwhile: impl FnOnce()) -> String {
     world.image("b.img", 2, 10_240);
     let send = ["send", "b.img", "far", "--as", "a.img", "--limit", "6M"];
     let mut child = world
@@ -42,10 +37,22 @@ fn what_is_no_longer_shared_when_it_has_arrived_is_not_delivered() {
         let list = world.run("far", &["transfers", "--json"]).ok().json();
         list.iter().any(|t| t["done_bytes"] != 0)
     });
-    share(&world, "other", &["--stop"]);
+    meanwhile();
     assert_eq!(wait(&mut child), Some(3));
     let mut says = String::new();
     std::io::Read::read_to_string(&mut child.stderr.unwrap(), &mut says).unwrap();
+    says
+}
+
+#[test]
+fn what_is_no_longer_shared_when_it_has_arrived_is_not_delivered() {
+    let world = World::new();
+    let site = world.serve("far", &[]);
+    pair(&world, "near", &[]);
+    pair(&world, "other", &[]);
+    let image = sent(&world, "near", "a.img", 1);
+    share(&world, "other", &[]);
+    let says = cut_short(&world, || share(&world, "other", &["--stop"]));
     assert!(says.contains("belongs to another peer"), "{says}");
     same(&world.delivered("far", "a.img"), &image);
     world.run("far", &["verify", "a.img"]).ok();
@@ -56,6 +63,30 @@ fn what_is_no_longer_shared_when_it_has_arrived_is_not_delivered() {
         .ok();
     same(&world.delivered("far", "a.img"), &world.path("b.img"));
     assert_eq!(site.stop().0, Some(0));
+}
+
+#[test]
+fn the_owners_quota_is_asked_again_when_an_image_has_arrived() {
+    let world = World::new();
+    let _site = world.serve("far", &[]);
+    pair(&world, "near", &["--quota", "80M"]);
+    pair(&world, "other", &[]);
+    let image = sent(&world, "near", "a.img", 1);
+    share(&world, "other", &[]);
+    let set = ["peers", "set", "near", "--quota"];
+    let says = cut_short(&world, || {
+        world.run("far", &[&set[..], &["20M"]].concat()).ok();
+    });
+    assert!(
+        says.contains("more space there than the peer may"),
+        "{says}"
+    );
+    same(&world.delivered("far", "a.img"), &image);
+    world.run("far", &[&set[..], &["80M"]].concat()).ok();
+    world
+        .run("other", &["send", "b.img", "far", "--as", "a.img"])
+        .ok();
+    same(&world.delivered("far", "a.img"), &world.path("b.img"));
 }
 
 #[test]

@@ -16,7 +16,7 @@ use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
-use super::prepare::{Prepared, check_room};
+use super::prepare::{Prepared, check_quotas, check_room};
 use super::reuse::{self, Job, Work};
 use super::waits;
 use crate::TeleportError;
@@ -478,10 +478,12 @@ fn deliver(
         return Err(TeleportError::WrongDigest { expected, found });
     }
     // Check again: since the first check, possibly long ago, the image to be replaced may have been put in use, and the
-    // sender may have lost its right.
-    let (name, peer) = (&transfer.opening.offer.name, &transfer.opening.peer);
+    // sender may have lost its right; its quota, or that of the image's owner, may be smaller.
+    let (offer, peer) = (&transfer.opening.offer, &transfer.opening.peer);
+    let name = &offer.name;
     site.check_held(name, "it")?;
     site.check_sender(peer, site.images.by_name(name).as_ref())?;
+    check_quotas(site, peer, offer)?;
     let Prepared {
         mut transfer,
         machine,

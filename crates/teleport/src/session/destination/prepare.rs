@@ -267,6 +267,17 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
     site.check_held(&offer.name, "it")
 }
 
+/// The bytes that an image takes once it is there: a byte takes a block.
+fn takes(offer: &Offer) -> u64 {
+    offer.walk_blocks.saturating_mul(BLOCK_SIZE_U64)
+}
+
+/// Fails unless the image fits into the quotas of its sender and of the peer that it will belong to.
+pub fn check_quotas(site: &Site, peer: &PeerKey, offer: &Offer) -> Result<(), TeleportError> {
+    site.check_quota(peer, &offer.name, takes(offer))?;
+    site.check_owners_quota(peer, &offer.name, takes(offer))
+}
+
 /// Fails unless there is space for the image: of the peer's quota, of the owner's that the image will belong to, and of the
 /// disk.
 fn admit(
@@ -276,10 +287,8 @@ fn admit(
     dir: &Path,
     key: &str,
 ) -> Result<(), TeleportError> {
-    // What it takes once it is there: a byte takes a block.
-    let size = offer.walk_blocks.saturating_mul(BLOCK_SIZE_U64);
-    site.check_quota(peer, &offer.name, size)?;
-    site.check_owners_quota(peer, &offer.name, size)?;
+    check_quotas(site, peer, offer)?;
+    let size = takes(offer);
     let part = std::fs::metadata(dir.join("image.part"));
     let there = part.map_or(0, |part| part.blocks() * 512);
     check_room(site, size.saturating_sub(there), site.promised_bytes(key))
