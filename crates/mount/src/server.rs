@@ -303,16 +303,7 @@ impl Server {
             term,
         };
         let admitted = match open.connection {
-            ConnectionKind::Front => {
-                let admitted = self.admit(&image, who, &open).await?;
-                // Whoever took the permission away before the lease was granted had no lease to break.
-                if let Err(refusal) = self.allow(peer, &open).await {
-                    let (key, mount, link) = (peer.key, open.mount, open.link);
-                    blocking(move || image.close(key, mount, link)).await?;
-                    return Err(refusal);
-                }
-                Some(admitted)
-            }
+            ConnectionKind::Front => Some(self.admit_for_good(peer, &image, who, &open).await?),
             _ => None,
         };
         let Joined {
@@ -362,6 +353,32 @@ impl Server {
         Ok((connection, opened))
     }
 
+    /// Admits a mount that still has the permission afterwards. Goes on when the caller is cancelled, which a peer whose
+    /// rights are taken away is: no lease of it must remain.
+    async fn admit_for_good(
+        self: &Arc<Self>,
+        peer: &Peer,
+        image: &Arc<Image>,
+        who: Who,
+        open: &Open,
+    ) -> Result<(Identity, bool), Refusal> {
+        let (server, peer, image) = (self.clone(), peer.clone(), image.clone());
+        let open = open.clone();
+        let admission = tokio::spawn(async move {
+            let admitted = server.admit(&image, who, &open).await?;
+            // Whoever took the permission away before the lease was granted had no lease to break.
+            if let Err(refusal) = server.allow(&peer, &open).await {
+                let (key, mount, link) = (peer.key, open.mount, open.link);
+                blocking(move || image.close(key, mount, link)).await?;
+                server.config.absences.forget(&(key, mount));
+                return Err(refusal);
+            }
+            Ok(admitted)
+        });
+        let ended = |_| Refusal::new(Code::Failed, "the site is stopping");
+        admission.await.map_err(ended)?
+    }
+
     /// Checks that the image may be opened by this peer.
     async fn allow(&self, peer: &Peer, open: &Open) -> Result<(), Refusal> {
         let images = Arc::clone(&self.config.images);
@@ -407,10 +424,12 @@ impl Server {
         blocking(move || {
             let key = (who.peer.key, who.mount);
             // It counts as gone until it joins, which may be long after it was admitted.
-            let in_contact = || server.config.absences.left(key, Instant::now());
-            image.returns(key.0, key.1, in_contact)?;
+            let granted = || match access {
+                Access::ReadWrite => server.config.absences.left(key, Instant::now()),
+                Access::ReadOnly => {}
+            };
             let connected = |key: &(PeerKey, MountId)| server.state.lock().mounts.contains_key(key);
-            image.enter(&who, access, expected, now, &connected)
+            image.enter(&who, access, expected, now, &connected, &granted)
         })
         .await
     }

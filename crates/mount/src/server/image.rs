@@ -251,7 +251,8 @@ impl Image {
         Ok(self.overlay.get_or_init(|| opened))
     }
 
-    /// Admits a mount. Returns the image's state, and whether that is the expected one.
+    /// Admits a mount. Returns the image's state, and whether that is the expected one. `granted` is called when it is
+    /// admitted, before it can lose its lease.
     ///
     /// # Errors
     /// The lease table's refusal ([`Code::Held`], [`Code::Lost`], [`Code::Busy`]), or a disk error.
@@ -262,6 +263,7 @@ impl Image {
         expected: Option<Identity>,
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
+        granted: &dyn Fn(),
     ) -> Result<(Identity, bool), Refusal> {
         let mut leases = self.leases_soon()?;
         let state = |edition| Identity {
@@ -272,6 +274,7 @@ impl Image {
         // Granting a lease changes only the edition.
         let (_, fresh_before) = leases.edition(who, expected, state(0));
         leases.enter(who, access, now, connected)?;
+        granted();
         if access == Access::ReadWrite {
             self.overlay()?;
         }
@@ -316,23 +319,6 @@ impl Image {
     /// Whether a mount has the writer's lease.
     pub fn is_held_by(&self, peer: PeerKey, mount: MountId) -> bool {
         self.leases.lock().is_held_by(peer, mount)
-    }
-
-    /// Calls `what` before a mount that comes back can lose its lease, if it still holds it.
-    ///
-    /// # Errors
-    /// A long commit.
-    pub fn returns(
-        &self,
-        peer: PeerKey,
-        mount: MountId,
-        what: impl FnOnce(),
-    ) -> Result<(), Refusal> {
-        let leases = self.leases_soon()?;
-        if leases.is_held_by(peer, mount) {
-            what();
-        }
-        Ok(())
     }
 
     /// Calls `what` while a mount holds the lease and cannot lose it; none if it does not hold it.
@@ -651,7 +637,14 @@ mod tests {
                 note: "disk".into(),
                 term: None,
             };
-            let entered = image.enter(&who, Access::ReadWrite, None, Duration::ZERO, &|_| false);
+            let entered = image.enter(
+                &who,
+                Access::ReadWrite,
+                None,
+                Duration::ZERO,
+                &|_| false,
+                &|| (),
+            );
             entered.unwrap();
             image.begin_link().unwrap();
         };

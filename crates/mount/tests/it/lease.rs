@@ -3,16 +3,20 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{Change, Epoch, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
+use drover_mount::protocol::{ConnectionKind, DEFAULT_CHUNK, Open};
 use drover_mount::server::{Base, Images, Room, Server, lease_on_disk};
-use drover_net::{Code, Peer, PeerKey, Refusal};
-use drover_store::lease::Access;
+use drover_net::service::{self, IncomingCall};
+use drover_net::{Code, Connection, Peer, PeerKey, Refusal};
+use drover_store::lease::{Access, MountId};
+use parking_lot::Mutex;
+use tokio::sync::watch;
 
 use crate::local_stub::LocalStub;
 use crate::util::{Near, Shelf, Site, content, memory, name, runtime};
@@ -197,6 +201,93 @@ fn a_permission_that_goes_while_a_lease_is_granted_leaves_none() {
     assert_eq!(refusal.code, Code::Denied, "{refusal}");
     let holder = lease_on_disk(site.directory.path(), &name("web")).unwrap();
     assert_eq!(holder, None);
+}
+
+/// Takes the permission away while it is asked for the second time.
+struct Hesitant {
+    once: Once,
+    /// Locked until the answer.
+    thinking: Mutex<()>,
+}
+
+impl Images for Hesitant {
+    fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal> {
+        let answer = self.once.allow(name, peer, access);
+        if answer.is_err() {
+            drop(self.thinking.lock());
+        }
+        answer
+    }
+
+    fn room(&self, peer: &PeerKey, bytes: u64) -> Result<Room, Refusal> {
+        self.once.room(peer, bytes)
+    }
+
+    fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        self.once.open(name)
+    }
+}
+
+#[test]
+fn an_opening_that_is_cancelled_leaves_no_lease_without_a_permission() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let images = Arc::new(Hesitant {
+        once: Once {
+            shelf: Shelf::with("web", memory(&content(SIZE, 44))),
+            asked: AtomicU64::new(0),
+        },
+        thinking: Mutex::default(),
+    });
+    let site = Site::of(images.clone());
+    let thinking = images.thinking.lock();
+    let (server, peer) = (
+        site.server.clone(),
+        Near::new(site.server.clone()).peer.clone(),
+    );
+    let open = Open {
+        mount: MountId([1; 16]),
+        connection: ConnectionKind::Front,
+        link: 1,
+        image: name("web"),
+        access: Access::ReadWrite,
+        chunk: DEFAULT_CHUNK,
+        expected: None,
+        note: String::new(),
+        term: None,
+    };
+    let held = || {
+        lease_on_disk(site.directory.path(), &name("web"))
+            .unwrap()
+            .is_some()
+    };
+    let wait = |what: &str, is_so: &dyn Fn() -> bool| {
+        let began = Instant::now();
+        while !is_so() {
+            assert!(began.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let (here, there) = Connection::pair().unwrap();
+    let call = runtime.spawn(async move {
+        let stop = watch::Sender::new(false).subscribe();
+        let call = IncomingCall::receive(there, stop).await.unwrap();
+        server.serve_connection(peer, call).await
+    });
+    let (_reader, mut writer) = here.split();
+    runtime.block_on(async {
+        service::open(&mut writer, &open).await.unwrap();
+        writer.flush().await.unwrap();
+    });
+    wait("it is asked again", &|| {
+        images.once.asked.load(Ordering::Relaxed) == 2
+    });
+    assert!(held());
+    // As those of a peer are that lost a right.
+    call.abort();
+    wait("it is cancelled", &|| call.is_finished());
+    drop(thinking);
+    wait("the lease is returned", &|| !held());
 }
 
 #[test]
