@@ -33,7 +33,7 @@
 //! GOODBYE after the last            ->
 //! ```
 //!
-//! Up to [`FIRST_WINDOW`](crate::source::FIRST_WINDOW) batches may be sent before ACCEPT; the destination
+//! Up to `FIRST_WINDOW` batches may be sent before ACCEPT; the destination
 //! ignores those that an earlier session sent. After ACCEPT, batches are sent from
 //! `resume_batch`. There is no order between the two connections: a batch may arrive before its offer.
 //!
@@ -103,7 +103,7 @@ pub mod kind {
     pub const BUSY: u8 = 0x26;
     /// Result of a `--dry-run` (a [`super::Estimate`]).
     pub const ESTIMATE: u8 = 0x25;
-    /// Destination to teleporter: a [`teleporter::Event`](crate::teleporter::Event).
+    /// Destination to teleporter: a `teleporter::Event`.
     pub const MATCH: u8 = 0x30;
     /// Teleporter to destination: the answer to one MATCH.
     pub const PLAN: u8 = 0x31;

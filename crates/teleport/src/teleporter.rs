@@ -188,7 +188,7 @@ impl Teleporter {
         Ok(self.matcher.probe(probe, &batch.digests, &batch.heads)?)
     }
 
-    /// The first of the three steps of [`ImageEvent::Finish`], described at [`Matcher::begin_finish`]. They are
+    /// The first of the three steps of `ImageEvent::Finish`, described at [`Matcher::begin_finish`]. They are
     /// separate so that others need not wait during disk syncs.
     ///
     /// # Errors
@@ -215,7 +215,7 @@ impl Teleporter {
         Ok(self.matcher.end_finish(finishing)?)
     }
 
-    /// [`ImageEvent::Forget`], durable once the returned sync has run.
+    /// `ImageEvent::Forget`, durable once the returned sync has run.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -223,7 +223,7 @@ impl Teleporter {
         Ok(self.matcher.begin_forget(image)?)
     }
 
-    /// [`ImageEvent::Abort`]: its disk space is freed when the returned value is dropped, which may take long.
+    /// `ImageEvent::Abort`: its disk space is freed when the returned value is dropped, which may take long.
     pub fn begin_abort(&mut self, image: ImageId) -> Option<DeferredSync> {
         let cursor = self.cursors.remove(&image)?;
         self.matcher.begin_abort(cursor)
