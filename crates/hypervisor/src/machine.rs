@@ -5,10 +5,12 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::sync::Mutex;
 
 use crate::error::{HypervisorError, one_line};
 use crate::qmp::{Command, Events, Qmp, Version};
@@ -32,6 +34,8 @@ pub use nodes::Node;
 #[derive(Debug, Clone)]
 pub struct Machine {
     qmp: Qmp,
+    /// Held while commands belong together that nothing may come between.
+    pub(crate) alone: Arc<Mutex<()>>,
 }
 
 impl Machine {
@@ -46,7 +50,10 @@ impl Machine {
     /// The machine of this QEMU.
     #[must_use]
     pub fn new(qmp: Qmp) -> Self {
-        Machine { qmp }
+        Machine {
+            qmp,
+            alone: Arc::default(),
+        }
     }
 
     /// The connection, for commands that have no method here.
@@ -138,6 +145,15 @@ impl Machine {
             memory: memory.base_memory.saturating_add(memory.plugged_memory),
             accelerated: kvm.enabled,
         })
+    }
+
+    /// Whether it has threads that serve disks.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`].
+    pub async fn has_iothreads(&self) -> Result<bool, HypervisorError> {
+        let threads: Vec<Value> = self.qmp.execute("query-iothreads", json!({})).await?;
+        Ok(!threads.is_empty())
     }
 
     async fn type_of(&self, path: &str) -> Result<String, HypervisorError> {

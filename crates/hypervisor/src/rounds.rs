@@ -100,7 +100,8 @@ impl Rounds {
     /// running machine is paused for milliseconds.
     ///
     /// # Errors
-    /// Those of [`Self::begin`]; [`HypervisorError::Unsupported`] for a QEMU older than [`MIN_HELD_VERSION`].
+    /// Those of [`Self::begin`]; [`HypervisorError::Unsupported`] for a QEMU older than [`MIN_HELD_VERSION`], and for a
+    /// machine with iothreads.
     pub async fn begin_held(
         machine: &Machine,
         name: &str,
@@ -149,7 +150,12 @@ impl Rounds {
             granularity: self.granularity,
         };
         // It has its end also when this future is dropped: the machine is paused meanwhile.
-        let taken = tokio::spawn(moment.take()).await;
+        let alone = self.machine.alone.clone().lock_owned().await;
+        let taken = tokio::spawn(async move {
+            let _alone = alone;
+            moment.take().await
+        });
+        let taken = taken.await;
         taken.map_err(|_| HypervisorError::Closed {
             socket: self.machine.socket().to_owned(),
             reason: "this program is ending".into(),

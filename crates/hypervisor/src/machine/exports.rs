@@ -48,15 +48,12 @@ impl Machine {
         &self,
         listener: impl Into<OwnedFd>,
     ) -> Result<(), HypervisorError> {
-        if self.version() < IOTHREAD_VERSION {
-            let threads: Vec<Value> = self.qmp.execute("query-iothreads", json!({})).await?;
-            if !threads.is_empty() {
-                let reason = format!(
-                    "has version {} and iothreads: reading its disks can abort it; use {IOTHREAD_VERSION}, or no iothreads",
-                    self.version()
-                );
-                return Err(self.qmp.unsupported(&reason));
-            }
+        if self.version() < IOTHREAD_VERSION && self.has_iothreads().await? {
+            let reason = format!(
+                "has version {} and iothreads: reading its disks can abort it; use {IOTHREAD_VERSION}, or no iothreads",
+                self.version()
+            );
+            return Err(self.qmp.unsupported(&reason));
         }
         self.pass_descriptor(NBD_LISTENER, listener).await?;
         let address = json!({"addr": {"type": "fd", "data": {"str": NBD_LISTENER}}});

@@ -41,6 +41,12 @@ pub async fn prepare(
         );
         return Err(machine.qmp().unsupported(&reason));
     }
+    if machine.has_iothreads().await? {
+        // Seen with 10.0: after a few changes of a disk's node its requests stay unanswered.
+        let reason =
+            "has iothreads, with which the state of disks cannot be held: begin without it";
+        return Err(machine.qmp().unsupported(reason));
+    }
     for (index, medium) in media.iter().enumerate() {
         let target = names.scratch(index);
         let file = nameless(scratch, &target, medium.size).map_err(|e| HypervisorError::Local {
@@ -220,6 +226,8 @@ async fn delete(
 
 /// Lets a machine go on whose pause of [`Moment::take`] nobody ended.
 pub async fn unpause(machine: &Machine, names: &Names) -> Result<(), HypervisorError> {
+    // One that is being taken ends its pause itself.
+    drop(machine.alone.lock().await);
     let mark = names.paused();
     for medium in machine.nodes().await? {
         if medium.bitmaps.iter().any(|bitmap| bitmap.name == mark) {

@@ -213,7 +213,11 @@ async fn a_machine_with_iothreads_is_not_read_by_a_qemu_that_dies_of_it() {
         copy(&rounds.whole().await.unwrap()[0], &dir.path().join("copy")).await;
         rounds.end().await.unwrap();
     }
-    assert!(!private.exists() && qemu.running());
+    let scratch = dir.path().join("scratch");
+    let held = Rounds::begin_held(&machine, "web", &["disk"], &private, 4096, &scratch).await;
+    let refused = held.unwrap_err().to_string();
+    assert!(refused.contains("has iothreads, with which"), "{refused}");
+    assert!(!private.exists() && !scratch.exists() && qemu.running());
 }
 
 #[tokio::test]
