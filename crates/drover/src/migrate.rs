@@ -81,7 +81,7 @@ async fn depart(
         limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
         dry_run: args.dry_run,
         connections: None,
-        compress: None,
+        compress: args.compress.0,
         give_up_after: args.give_up_after,
     };
     let show = Arc::new(Show::new(args, name.to_string(), peer.name.clone()));

@@ -1,17 +1,35 @@
-//! The hypervisor's stream, carried over an authenticated connection in both directions.
+//! The hypervisor's stream, carried over an authenticated connection in both directions, and compressed where that pays.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use drover_net::{FrameReader, FrameWriter, NetError};
+use drover_net::{Frame, FrameReader, FrameWriter, NetError, encode};
+use drover_teleport::{Pace, Packer, Passed, Unpacker};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
 
 use crate::error::MigrateError;
-use crate::protocol::{MAX_FRAME, MAX_MEMORY, kind};
+use crate::protocol::{MAX_FRAME, MAX_MEMORY, MemoryHead, kind};
 
-/// Carries bytes between a local socket and the other site until both directions have ended. `sent` counts those that
-/// left the local socket.
+/// Pieces between the socket, the thread that packs or unpacks, and the connection.
+const QUEUE: usize = 4;
+
+/// As a power of two, the bytes of earlier stream that compression refers to.
+const WINDOW_LOG: u32 = 22;
+
+/// What has left the local socket.
+#[derive(Debug, Default)]
+pub struct Carried {
+    /// Bytes of the stream.
+    pub stream: AtomicU64,
+    /// The same, as sent.
+    pub packed: AtomicU64,
+}
+
+/// Carries bytes between a local socket and the other site until both directions have ended.
 ///
 /// # Errors
 /// When the connection or the socket breaks.
@@ -19,51 +37,233 @@ pub async fn carry(
     local: UnixStream,
     mut reader: FrameReader,
     mut writer: FrameWriter,
-    sent: &AtomicU64,
+    pace: Pace,
+    sent: Arc<Carried>,
 ) -> Result<(), MigrateError> {
     reader.set_max_frame(MAX_FRAME);
     writer.set_max_frame(MAX_FRAME);
     let (from, to) = local.into_split();
-    tokio::try_join!(outward(from, &mut writer, sent), inward(&mut reader, to))?;
+    tokio::try_join!(
+        outward(from, &mut writer, pace, sent),
+        inward(&mut reader, to)
+    )?;
     Ok(())
 }
 
 async fn outward(
-    mut from: OwnedReadHalf,
+    from: OwnedReadHalf,
     writer: &mut FrameWriter,
-    sent: &AtomicU64,
+    pace: Pace,
+    sent: Arc<Carried>,
 ) -> Result<(), MigrateError> {
-    let mut buffer = vec![0; MAX_MEMORY];
-    loop {
-        let n = from.read(&mut buffer).await.map_err(MigrateError::Stream)?;
-        if n == 0 {
-            writer.send(kind::MEMORY_END, &[]).await?;
-            return Ok(writer.flush().await?);
+    let (pieces, queue) = mpsc::channel(QUEUE);
+    let (frames, mut packed) = mpsc::channel(QUEUE);
+    tokio::task::spawn_blocking(move || pack(queue, &frames, pace, &sent));
+    let write = async {
+        while let Some(frame) = packed.recv().await {
+            let frame: Vec<u8> = frame;
+            writer.send(kind::MEMORY, &frame).await?;
+            if packed.is_empty() {
+                writer.flush().await?;
+            }
         }
-        writer.send(kind::MEMORY, &buffer[..n]).await?;
-        sent.fetch_add(n as u64, Ordering::Relaxed);
-        // A full buffer has more behind it.
-        if n < buffer.len() {
-            writer.flush().await?;
+        writer.send(kind::MEMORY_END, &[]).await?;
+        Ok(writer.flush().await?)
+    };
+    tokio::try_join!(read(from, pieces), write)?;
+    Ok(())
+}
+
+/// Reads the socket to its end, in pieces as large as what is there.
+async fn read(mut from: OwnedReadHalf, pieces: mpsc::Sender<Vec<u8>>) -> Result<(), MigrateError> {
+    loop {
+        let mut piece = vec![0; MAX_MEMORY];
+        let mut length = from.read(&mut piece).await.map_err(MigrateError::Stream)?;
+        if length == 0 {
+            return Ok(());
+        }
+        while length < piece.len() {
+            match from.try_read(&mut piece[length..]) {
+                // At its end, or empty: the next turn tells.
+                Ok(0) | Err(_) => break,
+                Ok(n) => length += n,
+            }
+        }
+        piece.truncate(length);
+        if pieces.send(piece).await.is_err() {
+            return Ok(());
         }
     }
 }
 
-async fn inward(reader: &mut FrameReader, mut to: OwnedWriteHalf) -> Result<(), MigrateError> {
-    loop {
-        let Some(frame) = reader.next().await? else {
-            return Err(NetError::Truncated {
-                peer: reader.peer_text().to_owned(),
-            }
-            .into());
+fn pack(
+    mut pieces: mpsc::Receiver<Vec<u8>>,
+    frames: &mpsc::Sender<Vec<u8>>,
+    mut pace: Pace,
+    sent: &Carried,
+) {
+    let mut packer = Packer::new(WINDOW_LOG);
+    let mut free = Instant::now();
+    while let Some(piece) = pieces.blocking_recv() {
+        let start = Instant::now();
+        let mut packed = Vec::with_capacity(piece.len() / 2 + 64);
+        let Ok(packing) = packer.pack(&piece, pace.effort(), &mut packed) else {
+            // Without memory for it; the connection ends, which is reported.
+            return;
         };
-        match frame.kind {
-            kind::MEMORY => {
-                let written = to.write_all(&frame.payload).await;
-                written.map_err(MigrateError::Stream)?;
-            }
-            kind::MEMORY_END => return to.shutdown().await.map_err(MigrateError::Stream),
-            _ => return Err(MigrateError::Protocol("memory")),
+        let length = u32::try_from(piece.len()).unwrap_or(u32::MAX);
+        let mut frame = encode(&MemoryHead { length, packing });
+        frame.extend_from_slice(&packed);
+        let busy = start.elapsed();
+        sent.stream.fetch_add(piece.len() as u64, Ordering::Relaxed);
+        sent.packed.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        if frames.blocking_send(frame).is_err() {
+            return;
         }
+        let passed = Passed {
+            idle: start - free,
+            pack: busy,
+            waited: start.elapsed() - busy,
+            bytes: piece.len(),
+            packed: packed.len(),
+            ..Passed::default()
+        };
+        pace.note(&passed, 0.0);
+        free = Instant::now();
+    }
+}
+
+async fn inward(reader: &mut FrameReader, mut to: OwnedWriteHalf) -> Result<(), MigrateError> {
+    let (frames, queue) = mpsc::channel(QUEUE);
+    let (pieces, mut unpacked) = mpsc::channel(QUEUE);
+    let unpacking = tokio::task::spawn_blocking(move || unpack(queue, &pieces));
+    let read = async {
+        loop {
+            let Some(frame) = reader.next().await? else {
+                let peer = reader.peer_text().to_owned();
+                return Err(NetError::Truncated { peer }.into());
+            };
+            match frame.kind {
+                // The thread says why it has ended.
+                kind::MEMORY if frames.send(frame).await.is_err() => break,
+                kind::MEMORY => {}
+                kind::MEMORY_END => break,
+                _ => return Err(MigrateError::Protocol("memory")),
+            }
+        }
+        drop(frames);
+        unpacking.await.map_err(|_| MigrateError::Stopped)?
+    };
+    let write = async {
+        while let Some(piece) = unpacked.recv().await {
+            let piece: Vec<u8> = piece;
+            let written = to.write_all(&piece).await;
+            written.map_err(MigrateError::Stream)?;
+        }
+        to.shutdown().await.map_err(MigrateError::Stream)
+    };
+    tokio::try_join!(read, write)?;
+    Ok(())
+}
+
+fn unpack(
+    mut frames: mpsc::Receiver<Frame>,
+    pieces: &mpsc::Sender<Vec<u8>>,
+) -> Result<(), MigrateError> {
+    let mut unpacker = Unpacker::default();
+    while let Some(frame) = frames.blocking_recv() {
+        let bad = || MigrateError::Protocol("memory");
+        let (head, packed) =
+            postcard::take_from_bytes::<MemoryHead>(&frame.payload).map_err(|_| bad())?;
+        let length = head.length as usize;
+        if length > MAX_MEMORY {
+            return Err(bad());
+        }
+        let mut piece = vec![0; length];
+        let unpacked = unpacker.unpack(head.packing, packed, &mut piece);
+        unpacked.map_err(|_| bad())?;
+        if pieces.blocking_send(piece).is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_teleport::{Effort, Packing};
+
+    use super::*;
+
+    /// A stream of pages, some of which repeat, some of which are noise.
+    fn stream(seed: u64, length: usize) -> Vec<u8> {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut stream = vec![0; length];
+        for page in stream.chunks_mut(4096) {
+            match rng.u8(..3) {
+                0 => {}
+                1 => page.fill(rng.u8(..)),
+                _ => rng.fill(page),
+            }
+        }
+        stream
+    }
+
+    #[test]
+    fn a_stream_passes_at_every_effort() {
+        let efforts = [Effort::None, Effort::Lz4, Effort::Zstd(1), Effort::Zstd(9)];
+        for (seed, effort) in efforts.into_iter().enumerate() {
+            let stream = stream(seed as u64, 3 << 20);
+            let (pieces, queue) = mpsc::channel(64);
+            let mut rng = fastrand::Rng::with_seed(seed as u64);
+            let mut left = &stream[..];
+            while !left.is_empty() {
+                let (piece, rest) = left.split_at(rng.usize(1..=MAX_MEMORY).min(left.len()));
+                pieces.blocking_send(piece.to_vec()).unwrap();
+                left = rest;
+            }
+            drop(pieces);
+            let (frames, mut packed) = mpsc::channel(64);
+            let sent = Carried::default();
+            pack(queue, &frames, Pace::fixed(effort), &sent);
+            drop(frames);
+            assert_eq!(sent.stream.into_inner(), stream.len() as u64);
+            let is_smaller = sent.packed.into_inner() < stream.len() as u64 / 2;
+            assert_eq!(is_smaller, effort != Effort::None);
+            let (frames, queue) = mpsc::channel(64);
+            let (pieces, mut unpacked) = mpsc::channel(64);
+            while let Some(payload) = packed.blocking_recv() {
+                let payload = payload.into();
+                let kind = kind::MEMORY;
+                frames.blocking_send(Frame { kind, payload }).unwrap();
+            }
+            drop(frames);
+            unpack(queue, &pieces).unwrap();
+            drop(pieces);
+            let mut found = Vec::new();
+            while let Some(piece) = unpacked.blocking_recv() {
+                found.extend(piece);
+            }
+            assert!(found == stream);
+        }
+    }
+
+    #[test]
+    fn a_piece_that_is_too_long_or_damaged_is_refused() {
+        let refused = |length, packing, body: &[u8]| {
+            let mut payload = encode(&MemoryHead { length, packing });
+            payload.extend_from_slice(body);
+            let (frames, queue) = mpsc::channel(1);
+            let (pieces, _kept) = mpsc::channel(1);
+            let (kind, payload) = (kind::MEMORY, payload.into());
+            frames.blocking_send(Frame { kind, payload }).unwrap();
+            drop(frames);
+            unpack(queue, &pieces).is_err()
+        };
+        assert!(refused(u32::MAX, Packing::Plain, &[]));
+        assert!(refused(2, Packing::Plain, &[1]));
+        assert!(refused(4096, Packing::Lz4, &[1, 2, 3]));
+        assert!(refused(4096, Packing::ZstdMore, &[1, 2, 3]));
+        assert!(!refused(1, Packing::Plain, &[1]));
     }
 }

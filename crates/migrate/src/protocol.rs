@@ -25,6 +25,7 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_net::{KeepAlive, request};
 use drover_store::machine::{Decision, Generation, Seed, Token};
+use drover_teleport::Packing;
 use serde::{Deserialize, Serialize};
 
 /// Kinds of the frames that follow the replies to [`OpenMove`], [`SendDisks`] and [`SendMemory`].
@@ -39,7 +40,7 @@ pub mod kind {
     pub const FLUSH: u8 = 0x71;
     /// It is durable.
     pub const FLUSHED: u8 = 0x72;
-    /// Bytes of the hypervisor's stream, in either direction.
+    /// Bytes of the hypervisor's stream, in either direction: a [`MemoryHead`](super::MemoryHead), and the bytes.
     pub const MEMORY: u8 = 0x73;
     /// No more of them follow in this direction.
     pub const MEMORY_END: u8 = 0x74;
@@ -48,7 +49,7 @@ pub mod kind {
 /// Upper bound on the bytes of a disk in one frame, unpacked.
 pub const MAX_WRITE: usize = 1 << 20;
 
-/// Upper bound on the bytes of the stream in one frame.
+/// Upper bound on the bytes of the stream in one frame, unpacked.
 pub const MAX_MEMORY: usize = 256 << 10;
 
 /// Upper bound on frames.
@@ -163,3 +164,12 @@ pub struct SendMemory {
 }
 
 request!(SendMemory: "migrate.memory", Host, () => ());
+
+/// How bytes of the stream follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryHead {
+    /// How many there are, at most [`MAX_MEMORY`].
+    pub length: u32,
+    /// How they are packed.
+    pub packing: Packing,
+}

@@ -115,7 +115,8 @@ mod transfer;
 mod transfers;
 mod walk;
 
-pub use compress::{Effort, MAX_LEVEL};
+pub use codec::Packing;
+pub use compress::{Effort, MAX_LEVEL, Pace, Packer, Passed, Unpacker};
 pub use error::TeleportError;
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, Snapshot, send};

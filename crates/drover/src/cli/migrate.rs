@@ -50,6 +50,9 @@ pub struct MigrateArgs {
     /// Maximum network rate in bytes per second, such as 20M or 512KiB [default: config.toml, else unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub limit: Option<u64>,
+    /// Compression: auto, none, lz4, or a zstd level from 1 to 15
+    #[arg(long, value_name = "LEVEL", value_parser = text::parse_compress, default_value = "auto")]
+    pub compress: text::Compress,
     /// Directory for what the machine overwrites while its disks are sent, at most all of them [default: in the site directory]
     #[arg(long, value_name = "DIRECTORY", value_hint = ValueHint::DirPath)]
     pub scratch: Option<PathBuf>,

@@ -138,7 +138,7 @@ impl Show {
             pause.hand_over_ms,
             bytes(report.image_wire_bytes),
             bytes(report.disk_wire_bytes),
-            bytes(report.memory_bytes),
+            bytes(report.memory_wire_bytes),
             report.seconds,
         ))
     }

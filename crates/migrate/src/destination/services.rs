@@ -1,10 +1,10 @@
 //! The services of a site that takes machines.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
+use drover_teleport::{Effort, Pace};
 
 use super::hypervisor::receive_stream;
 use super::{Moves, Site};
@@ -95,9 +95,11 @@ impl<S: Site> Service for MemoryStreams<S> {
             };
             call.accept::<SendMemory>(&()).await?;
             call.writer.flush().await?;
-            let (mut stop, back) = (call.stop.clone(), AtomicU64::new(0));
+            let (mut stop, back) = (call.stop.clone(), Arc::default());
+            // What comes back is little.
+            let pace = Pace::fixed(Effort::None);
             tokio::select! {
-                ended = memory::carry(local, call.reader, call.writer, &back) => Ok(ended?),
+                ended = memory::carry(local, call.reader, call.writer, pace, back) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
             }
         })

@@ -1,7 +1,7 @@
 //! The copy of a machine that runs: images of its disks, what it writes meanwhile, its memory; at the end it is paused.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use drover_hypervisor::HypervisorError;
@@ -9,13 +9,14 @@ use drover_hypervisor::machine::{
     Capability, Channel, Machine, MigrationParameters, MigrationStatus,
 };
 use drover_hypervisor::qmp::Events;
+use drover_teleport::Pace;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
 use super::{Driver, MoveEvent, Step, millis, send_images};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
-use crate::memory;
+use crate::memory::{self, Carried};
 use crate::protocol::{Ask, SendDisks, SendMemory};
 
 /// Bytes of disks that were written in the last round, under which the machine may be paused.
@@ -38,6 +39,9 @@ const MEMORY_LIMIT: Duration = Duration::from_secs(24 * 3600);
 
 /// How long the switch of the hypervisor may take.
 const SWITCH_LIMIT: Duration = Duration::from_secs(60);
+
+/// Round trips until a call is open.
+const OPENING_ROUND_TRIPS: u32 = 3;
 
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
@@ -96,7 +100,7 @@ impl Driver<'_> {
         }
 
         self.step(Step::Memory);
-        let memory = Arc::new(AtomicU64::new(0));
+        let memory = Arc::new(Carried::default());
         let (mut events, carried) = self.begin_memory(&memory).await?;
         self.until_switch(&mut events, &mut writer).await?;
         let paused = Instant::now();
@@ -119,7 +123,8 @@ impl Driver<'_> {
         )?;
         self.report.pause.memory_ms = millis(switched);
         carried.abort();
-        self.report.memory_bytes = memory.load(Ordering::Relaxed);
+        self.report.memory_bytes = memory.stream.load(Ordering::Relaxed);
+        self.report.memory_wire_bytes = memory.packed.load(Ordering::Relaxed);
         self.report.disk_bytes = sent.disk.load(Ordering::Relaxed);
         self.report.disk_wire_bytes = sent.packed.load(Ordering::Relaxed);
         Ok(())
@@ -143,7 +148,7 @@ impl Driver<'_> {
     /// Lets the hypervisor send its memory.
     async fn begin_memory(
         &self,
-        sent: &Arc<AtomicU64>,
+        sent: &Arc<Carried>,
     ) -> Result<(Events, JoinHandle<Result<(), MigrateError>>), MigrateError> {
         let machine = self.machine()?;
         machine.set_capabilities(&Capability::NEEDED, true).await?;
@@ -161,12 +166,21 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
+        let opening = Instant::now();
         let (reader, writer) = self.call(&request).await?;
+        let send = &self.options.send;
+        let pace = match send.compress {
+            Some(effort) => Pace::fixed(effort),
+            None => {
+                let limit = send.limit.as_ref().map(|limit| limit.bytes_per_second());
+                Pace::of_link(opening.elapsed() / OPENING_ROUND_TRIPS, limit)
+            }
+        };
         let (ours, theirs) = UnixStream::pair().map_err(MigrateError::Stream)?;
         let theirs = theirs.into_std().map_err(MigrateError::Stream)?;
         machine.pass_descriptor(STREAM, theirs).await?;
         let sent = sent.clone();
-        let carried = tokio::spawn(async move { memory::carry(ours, reader, writer, &sent).await });
+        let carried = tokio::spawn(memory::carry(ours, reader, writer, pace, sent));
         let events = machine.events();
         machine.migrate(&Channel::Descriptor(STREAM.into())).await?;
         Ok((events, carried))

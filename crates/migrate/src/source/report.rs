@@ -100,6 +100,8 @@ pub struct MoveReport {
     pub disk_wire_bytes: u64,
     /// Bytes of memory and devices.
     pub memory_bytes: u64,
+    /// The same, as sent.
+    pub memory_wire_bytes: u64,
     /// Rounds over the disks.
     pub rounds: u32,
     /// The pause.

@@ -3,10 +3,12 @@
 use drover_core::put_varint;
 
 use super::{Malformed, Reader, Runs};
+use serde::{Deserialize, Serialize};
+
 use crate::protocol::FRAME_BLOCKS;
 
 /// How a literal frame's blocks are compressed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Packing {
     /// Uncompressed.
     Plain,
