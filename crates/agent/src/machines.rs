@@ -21,7 +21,7 @@ request!(CloseMachine: "machine.close", Manage, () => ());
 pub struct MachineInfo {
     /// Its name.
     pub name: String,
-    /// `running`, `leaving`, `committed`, `coming`, `starting` or `gone`.
+    /// `here`, `leaving`, `committed`, `coming`, `starting` or `away`.
     pub state: &'static str,
     /// The site that it goes to, comes from, or is at.
     pub peer: Option<String>,
@@ -40,8 +40,8 @@ impl MachineInfo {
             (Some(Move::Committed(_, to)), _) => ("committed", Some(to)),
             (Some(Move::Coming(_, from)), _) => ("coming", Some(from)),
             (Some(Move::Taken(_, from)), _) => ("starting", Some(from)),
-            (None, Owner::Here) => ("running", None),
-            (None, Owner::There(at)) => ("gone", Some(at)),
+            (None, Owner::Here) => ("here", None),
+            (None, Owner::There(at)) => ("away", Some(at)),
         };
         MachineInfo {
             name: name.to_string(),

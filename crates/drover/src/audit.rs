@@ -91,7 +91,11 @@ fn row_of(record: &Record) -> String {
         .get(..19)
         .unwrap_or(&record.time)
         .replace('T', " ");
-    let image = record.image.as_deref().unwrap_or("-");
+    let image = record
+        .image
+        .as_deref()
+        .or(record.machine.as_deref())
+        .unwrap_or("-");
     let row = row(
         &time,
         &record.event.name(),

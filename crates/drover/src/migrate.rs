@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use drover_agent::audit::{Event, Record};
 use drover_agent::error::Error;
 use drover_agent::home::Home;
 use drover_agent::machines::{self, CloseMachine};
@@ -125,6 +126,13 @@ async fn depart(
         Ok(report) => {
             if !args.dry_run {
                 close(home, &name).await;
+                let record = Record::new(Event::MachineLeft)
+                    .about(&peer.name, peer.key)
+                    .machine(&name)
+                    .bytes(report.wire_bytes())
+                    .took(Duration::from_secs_f64(report.seconds))
+                    .detail(format!("paused for {} ms", report.pause.total_ms));
+                home.audit().write(record);
             }
             show.done(&report)
         }
@@ -273,7 +281,7 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
         drover_migrate::give_up(machine, &records, name, &work(home, name))
             .await
             .map_err(|e| failed(e, ""))?;
-    } else if known.state == "gone" {
+    } else if known.state == "away" {
         let peer = known.peer.unwrap_or_default();
         return Err(failure::refused(format!(
             "{name} runs at {} already",

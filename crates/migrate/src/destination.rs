@@ -14,7 +14,9 @@ use drover_device::backend::nbd::NbdAddress;
 use drover_hypervisor::machine::{Capability, Data, Machine, MigrationStatus, RunState};
 use drover_net::service::{IncomingCall, Peer};
 use drover_net::{Code, Refusal};
-use drover_store::machine::{MAX_DISKS, MachineLock, MachineRecord, Machines, Other, Token};
+use drover_store::machine::{
+    MAX_DISKS, MachineLock, MachineRecord, Machines, Move, Other, Owner, Token,
+};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -40,6 +42,17 @@ pub struct Served {
     pub address: NbdAddress,
 }
 
+/// What becomes of a machine that comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Happened<'a> {
+    /// It is being migrated here.
+    Coming,
+    /// It was taken, and runs here.
+    Arrived,
+    /// It stays where it is; why, or empty.
+    Refused(&'a str),
+}
+
 /// What a site gives to the machines that come.
 pub trait Site: Send + Sync + 'static {
     /// The records of machines.
@@ -51,6 +64,12 @@ pub trait Site: Send + Sync + 'static {
     /// When it may not, with the way out.
     fn allow<'a>(&'a self, peer: &'a Peer, offer: &'a OpenMove)
     -> Pending<'a, Result<(), Refusal>>;
+
+    /// Told of what becomes of a machine.
+    fn happened(&self, machine: &ImageName, from: &Other, what: Happened<'_>);
+
+    /// Told of a peer that may not bring a machine; `address` is the peer's.
+    fn refused(&self, peer: &Peer, address: &str, refusal: &Refusal);
 
     /// The QMP socket of the hypervisor that waits for the machine, which is started if it does not run.
     ///
@@ -196,7 +215,10 @@ impl<S: Site> Moves<S> {
         let offer: OpenMove = call.request()?;
         let entry = match self.open(peer, &offer).await {
             Ok(entry) => entry,
-            Err(refusal) => return Ok(call.refuse(&refusal).await?),
+            Err(refusal) => {
+                self.site.refused(peer, call.reader.peer_text(), &refusal);
+                return Ok(call.refuse(&refusal).await?);
+            }
         };
         call.accept::<OpenMove>(&()).await?;
         let mut talk = Talk::new(call.reader, call.writer);
@@ -206,8 +228,16 @@ impl<S: Site> Moves<S> {
         };
         talk.say(kind::ANSWER, &answer).await?;
         loop {
-            let ask: Ask = talk.hear(kind::ASK).await?;
+            let ask = talk.hear::<Ask>(kind::ASK).await;
             let mut coming = entry.lock().await;
+            let is_over = coming
+                .as_ref()
+                .is_none_or(|coming| coming.leecher.is_over());
+            let ask = match ask {
+                // That is how the seeder leaves.
+                Err(_) if is_over => return Ok(()),
+                ask => ask?,
+            };
             let Some(coming) = coming.as_mut().filter(|c| c.leecher.token() == offer.token) else {
                 return Ok(());
             };
@@ -265,6 +295,9 @@ impl<S: Site> Moves<S> {
                 .act(name, &mut leecher, &mut prepared, action, &mut actions)
                 .await;
             done.map_err(|e| Refusal::new(Code::Failed, e.to_string()))?;
+        }
+        if !leecher.is_over() {
+            self.tell(name, leecher.record(), Happened::Coming);
         }
         *coming = Some(Coming {
             leecher,
@@ -363,9 +396,12 @@ impl<S: Site> Moves<S> {
                 }
                 self.run(name, prepared.as_ref()).await?;
                 tracing::info!(machine = %name, "it runs here");
+                self.tell(name, leecher.record(), Happened::Arrived);
                 leecher.handle(Event::Running, actions);
             }
             Action::Discard => {
+                let why = leecher.answer().why;
+                self.tell(name, leecher.record(), Happened::Refused(&why));
                 if let Err(e) = self.discard(name, leecher.record(), prepared).await {
                     tracing::warn!(machine = %name, "what was received of it was not removed: {e}");
                 }
@@ -374,6 +410,15 @@ impl<S: Site> Moves<S> {
             Action::Answer(_) => {}
         }
         Ok(())
+    }
+
+    fn tell(&self, name: &ImageName, record: &MachineRecord, what: Happened<'_>) {
+        let from = match (&record.under_way, &record.owner) {
+            (Some(Move::Coming(_, from) | Move::Taken(_, from)), _) => from,
+            (_, Owner::There(from)) => from,
+            _ => return,
+        };
+        self.site.happened(name, from, what);
     }
 
     /// Ends what has arrived of a machine.

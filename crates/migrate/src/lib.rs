@@ -19,7 +19,9 @@ pub mod seeder;
 mod source;
 mod talk;
 
-pub use destination::{Conversations, DiskWrites, MemoryStreams, Moves, Pending, Served, Site};
+pub use destination::{
+    Conversations, DiskWrites, Happened, MemoryStreams, Moves, Pending, Served, Site,
+};
 pub use error::MigrateError;
 pub use source::{
     MoveEvent, MoveOptions, MoveReport, OnMove, Pause, Step, estimate, give_up, migrate,

@@ -70,6 +70,14 @@ pub enum Event {
     DomainRemoved,
     /// An image was moved to another domain.
     ImageMoved,
+    /// A machine is being migrated to this site.
+    MachineComing,
+    /// A machine was migrated to this site.
+    MachineArrived,
+    /// A machine that was being migrated to this site stays where it is.
+    MachineRefused,
+    /// A machine was migrated from this site.
+    MachineLeft,
     /// A ticket was made.
     TicketMade,
     /// A ticket was made invalid.
@@ -147,6 +155,9 @@ pub struct Record {
     /// The image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
+    /// The machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
     /// The service that was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<String>,
@@ -180,7 +191,7 @@ impl Record {
             event,
             outcome: match event {
                 Event::Refused => Outcome::Refused,
-                Event::SendFailed => Outcome::Failed,
+                Event::SendFailed | Event::MachineRefused => Outcome::Failed,
                 _ => Outcome::Ok,
             },
             by: By::User,
@@ -189,6 +200,7 @@ impl Record {
             address: None,
             domain: None,
             image: None,
+            machine: None,
             request: None,
             right: None,
             ticket: None,
@@ -290,6 +302,15 @@ impl Record {
         }
     }
 
+    /// To this machine.
+    #[must_use]
+    pub fn machine(self, name: &ImageName) -> Record {
+        Record {
+            machine: Some(name.to_string()),
+            ..self
+        }
+    }
+
     /// So many bytes.
     #[must_use]
     pub fn bytes(self, bytes: u64) -> Record {
@@ -335,6 +356,7 @@ impl Record {
             (&mut self.address, MAX_TEXT_BYTES),
             (&mut self.domain, MAX_TEXT_BYTES),
             (&mut self.image, MAX_IMAGE_BYTES),
+            (&mut self.machine, MAX_IMAGE_BYTES),
             (&mut self.request, MAX_TEXT_BYTES),
             (&mut self.right, MAX_TEXT_BYTES),
             (&mut self.ticket, MAX_TEXT_BYTES),

@@ -17,21 +17,22 @@ use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use drover_device::builder::Stack;
 use drover_frontend::nbd;
 use drover_migrate::protocol::OpenMove;
-use drover_migrate::{Moves, Pending, Served, Site};
+use drover_migrate::{Happened, Moves, Pending, Served, Site};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
-use drover_net::service::{Exchange, Handler, Peer};
-use drover_net::{Code, Refusal};
+use drover_net::service::{Exchange, Handler, Peer, Request};
+use drover_net::{Code, PeerKey, Refusal};
 use drover_store::Catalog;
 use drover_store::lease::{Access, MountId};
-use drover_store::machine::{MachineRecord, Machines, Owner};
+use drover_store::machine::{MachineRecord, Machines, Other, Owner};
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 
 use super::domains::InUse;
 use super::in_domain::InDomain;
 use super::server::Server;
+use crate::audit::{Event, Record};
 use crate::changes::{self, Here, Order};
 use crate::error::{failed, one_line};
 use crate::home::MachineConfig;
@@ -322,6 +323,30 @@ impl Site for SiteMachines {
             }
             Ok(())
         })
+    }
+
+    fn happened(&self, machine: &ImageName, from: &Other, what: Happened<'_>) {
+        let record = match what {
+            Happened::Coming => Record::new(Event::MachineComing),
+            Happened::Arrived => Record::new(Event::MachineArrived),
+            Happened::Refused(why) => Record::new(Event::MachineRefused).detail(why),
+        };
+        let domain = self.config(machine).map(|config| config.domain.as_str());
+        let record = record
+            .by_peer(&from.name, PeerKey(from.key))
+            .in_domain(domain.unwrap_or_default())
+            .machine(machine);
+        // A peer that tries again and again causes no more than a few lines.
+        match what {
+            Happened::Arrived => self.server.home.audit().write(record),
+            _ => self.server.home.audit().write_limited(record),
+        }
+    }
+
+    fn refused(&self, peer: &Peer, address: &str, refusal: &Refusal) {
+        let record = Record::refused(OpenMove::SERVICE, refusal, None);
+        let record = record.by(peer).from(address);
+        self.server.home.audit().write_limited(record);
     }
 
     fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>> {

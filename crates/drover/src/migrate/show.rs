@@ -78,6 +78,8 @@ impl Show {
                     || format!("{machine}: {text}"),
                 );
             }
+            // A round without writes is nothing to tell a person.
+            MoveEvent::Round { bytes: 0, .. } if !self.json => {}
             MoveEvent::Round { round, bytes: n } => {
                 let line =
                     json!({"event": "round", "machine": machine, "round": round, "bytes": n});

@@ -209,7 +209,17 @@ async fn a_machine_moves_and_comes_back() {
                 .json()
         };
         let state = |home: &str| listed(home)[0]["state"].clone();
-        assert_eq!((state(from), state(to)), ("gone".into(), "running".into()));
+        assert_eq!((state(from), state(to)), ("away".into(), "here".into()));
+        let events = |home: &str| {
+            let told = sites.world.run(home, &["audit", "--json"]).ok().json();
+            let last = told
+                .iter()
+                .rfind(|event| event["machine"] == "web")
+                .unwrap();
+            last["event"].clone()
+        };
+        assert_eq!(events(from), "machine-left");
+        assert_eq!(events(to), "machine-arrived");
         here = there;
     }
     // What the machine wrote there is part of its image now.
@@ -249,7 +259,7 @@ async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behi
         here.wait_said("beat", last + 20).await;
         assert!(here.verify().await >= last + 20);
         let listed = sites.world.run("near", &["migrate", "--list"]).ok();
-        assert!(listed.out.contains("running"), "{}", listed.out);
+        assert!(listed.out.contains("here"), "{}", listed.out);
         if step == "memory" {
             // It had begun to read the memory of that one.
             there.kill();

@@ -109,3 +109,11 @@ pub struct MoveReport {
     /// From begin to end.
     pub seconds: f64,
 }
+
+impl MoveReport {
+    /// Bytes that crossed.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        self.image_wire_bytes + self.disk_wire_bytes + self.memory_wire_bytes
+    }
+}
