@@ -51,6 +51,15 @@ impl Supplies {
         }
     }
 
+    /// The same with other limits on the memory for layouts, in bytes, than [`MAX_LAYOUT_MEMORY`].
+    #[must_use]
+    pub fn with_layout_memory(self, limits: ShareLimits) -> Self {
+        Supplies {
+            layout_memory: Shares::new(limits),
+            ..self
+        }
+    }
+
     /// A place for a session of `peer`.
     pub(crate) fn session(&self, peer: PeerKey) -> Result<Share<PeerKey>, Refusal> {
         self.sessions.try_take(peer, 1).ok_or_else(|| {

@@ -1,5 +1,6 @@
 //! Peers that take more than their share: of sessions, and of memory.
 
+use drover_net::ShareLimits;
 use drover_store::layout_limits;
 use drover_teleport::protocol::MAX_DATA_CONNECTIONS;
 use drover_teleport::{MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, SiteConfig, Supplies};
@@ -109,13 +110,23 @@ async fn a_session_that_stands_still_in_an_image_makes_room_for_others() {
     assert!(open(&there, &other).await.is_ok());
 }
 
-/// Sixteen small messages that each describe a million ranges: only as many are decoded as there is memory for.
+/// Sixteen small messages that each describe many ranges: only as many are decoded as there is memory for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn layouts_are_decoded_only_while_there_is_memory_for_them() {
     let dir = tempfile::tempdir().unwrap();
-    let there = limited(dir.path(), 16, Duration::from_secs(600)).await;
-    let runs: Vec<_> = (0..1u64 << 20).map(|i| i * 4096..i * 4096 + 1).collect();
-    let large = Layout::in_file_order(4096 << 20, &runs);
+    // A quarter of a site's limits, since the images that are accepted must fit on the disk.
+    let memory = ShareLimits {
+        all: MAX_LAYOUT_MEMORY.all >> 2,
+        one: MAX_LAYOUT_MEMORY.one >> 2,
+        sure: MAX_LAYOUT_MEMORY.sure,
+    };
+    let config = SiteConfig {
+        supplies: Supplies::new(16).with_layout_memory(memory),
+        ..config(&dir.path().join("there"))
+    };
+    let there = TestSite::start_as(config, Default::default()).await;
+    let runs: Vec<_> = (0..1u64 << 18).map(|i| i * 4096..i * 4096 + 1).collect();
+    let large = Layout::in_file_order(4096 << 18, &runs);
     let encoded = large.encode();
     assert!(encoded.len() < 1000);
     let needed = Layout::decoding_bytes(&encoded, layout_limits()).unwrap();
@@ -145,7 +156,7 @@ async fn layouts_are_decoded_only_while_there_is_memory_for_them() {
             Err(_) => waiting.push(raw),
         }
     }
-    let most = MAX_LAYOUT_MEMORY.all / needed;
+    let most = memory.all / needed;
     assert!(
         (1..=most).contains(&(accepted.len() as u64)),
         "{} of {most}",
