@@ -32,6 +32,8 @@ pub struct DiskWriter {
     reader: FrameReader,
     writer: FrameWriter,
     sent: Arc<Sent>,
+    /// How often it was asked to flush, and has not answered.
+    flushing: u32,
 }
 
 impl DiskWriter {
@@ -43,6 +45,7 @@ impl DiskWriter {
             reader,
             writer,
             sent,
+            flushing: 0,
         }
     }
 
@@ -77,18 +80,22 @@ impl DiskWriter {
     /// When the connection breaks.
     pub async fn flush(&mut self) -> Result<(), MigrateError> {
         self.writer.send(kind::FLUSH, &[]).await?;
+        self.flushing += 1;
         Ok(self.writer.flush().await?)
     }
 
-    /// Returns when all that was sent before [`Self::flush`] is durable at the leecher.
+    /// Returns when all that was sent before [`Self::flush`] is durable at the leecher. Cancel safe.
     ///
     /// # Errors
     /// When the connection breaks, or the leecher could not write.
     pub async fn flushed(&mut self) -> Result<(), MigrateError> {
-        match next(&mut self.reader).await?.kind {
-            kind::FLUSHED => Ok(()),
-            _ => Err(MigrateError::Protocol("disks")),
+        while self.flushing > 0 {
+            match next(&mut self.reader).await?.kind {
+                kind::FLUSHED => self.flushing -= 1,
+                _ => return Err(MigrateError::Protocol("disks")),
+            }
         }
+        Ok(())
     }
 }
 

@@ -106,7 +106,7 @@ impl Driver<'_> {
         let paused = Instant::now();
         self.paused = Some(paused);
         self.step(Step::Switch);
-        self.disks.last_round(&mut writer).await?;
+        self.disks.send_round(&mut writer).await?;
         self.report.rounds += 1;
         self.report.pause.disks_ms = millis(paused);
         let switched = Instant::now();
@@ -136,7 +136,15 @@ impl Driver<'_> {
 
     /// Sends what was written to the disks since the last round; bytes.
     async fn round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
-        let bytes = self.disks.round(writer).await?;
+        let bytes = self.send_round(writer).await?;
+        writer.flushed().await?;
+        self.disks.confirm().await?;
+        Ok(bytes)
+    }
+
+    /// The same without waiting until it is safe there.
+    async fn send_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+        let bytes = self.disks.send_round(writer).await?;
         self.report.rounds += 1;
         (self.on_event)(MoveEvent::Round {
             round: self.report.rounds,
@@ -167,7 +175,9 @@ impl Driver<'_> {
             token: self.seeder.token(),
         };
         let opening = Instant::now();
-        let (reader, writer) = self.call(&request).await?;
+        let (reader, mut writer) = self.call(&request).await?;
+        // What waits here when the machine is paused makes the pause longer.
+        writer.keep_little_unsent();
         let send = &self.options.send;
         let pace = match send.compress {
             Some(effort) => Pace::fixed(effort),
@@ -196,9 +206,16 @@ impl Driver<'_> {
         let machine = self.machine()?.clone();
         let begun = Instant::now();
         let mut allowed = false;
+        let switch = MigrationStatus::PreSwitchover;
         loop {
-            let bytes = self.round(writer).await?;
-            if bytes < FEW_DIRTY && !allowed {
+            let sent = self.send_round(writer).await?;
+            tokio::select! {
+                flushed = writer.flushed() => flushed?,
+                // The last round follows at once, with all of this one.
+                switched = machine.wait_migration(events, &switch, MEMORY_LIMIT) => return Ok(switched?),
+            }
+            self.disks.confirm().await?;
+            if sent < FEW_DIRTY && !allowed {
                 allowed = true;
                 let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
                 let parameters = MigrationParameters {
@@ -207,7 +224,6 @@ impl Driver<'_> {
                 };
                 machine.set_parameters(&parameters).await?;
             }
-            let switch = MigrationStatus::PreSwitchover;
             let waited = machine.wait_migration(events, &switch, ROUND_EVERY);
             match waited.await {
                 Ok(()) => return Ok(()),

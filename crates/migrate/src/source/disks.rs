@@ -142,18 +142,17 @@ impl Disks {
         }
     }
 
-    /// Sends what was written since the last round, or since the disks were held, and waits until it is durable there; bytes.
-    pub async fn round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
-        let total = self.last_round(writer).await?;
-        writer.flushed().await?;
-        if let Some(rounds) = &mut self.rounds {
-            rounds.confirm().await?;
+    /// The round that was sent is durable there: it is not sent again.
+    pub async fn confirm(&mut self) -> Result<(), MigrateError> {
+        match &mut self.rounds {
+            Some(rounds) => Ok(rounds.confirm().await?),
+            None => Ok(()),
         }
-        Ok(total)
     }
 
-    /// The same without waiting: [`DiskWriter::flushed`] has to follow.
-    pub async fn last_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+    /// Sends what was written since the last round that was confirmed, or since the disks were held; bytes.
+    /// [`DiskWriter::flushed`] has to follow, then [`Disks::confirm`] if there are more rounds.
+    pub async fn send_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
         let Some(rounds) = &mut self.rounds else {
             return Err(MigrateError::Stopped);
         };
