@@ -9,11 +9,13 @@ mod guest;
 mod library;
 pub mod lines;
 mod link;
+mod migrate;
 mod model;
 mod mount;
 pub mod mover;
 mod pull;
 mod push;
+mod qmp;
 mod region;
 mod resume;
 mod shows;
@@ -33,6 +35,8 @@ pub const ALL: &[Experiment] = &[
     pull::EXPERIMENT,
     push::EXPERIMENT,
     boot::EXPERIMENT,
+    migrate::PAUSE,
+    migrate::WHOLE,
     frontends::EXPERIMENT,
     region::EXPERIMENT,
     link::EXPERIMENT,
@@ -54,6 +58,11 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
         "the FUSE file and `--sync remote` at other round trips, rivals at 0 and 5 ms",
     ),
     ("boot", "other links than 400 Mbit/s, 40 ms; KVM"),
+    ("pause", "KVM; a guest with more than 96 MiB"),
+    (
+        "migrate",
+        "other links than 100 Mbit/s, 40 ms; KVM; a guest that writes to its file system",
+    ),
 ];
 
 #[cfg(test)]

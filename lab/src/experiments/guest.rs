@@ -1,20 +1,18 @@
 //! A virtual machine without KVM whose disk is an NBD export: its kernel, console, and shutdown.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use serde_json::{Value, json};
+use serde_json::json;
 
+use super::qmp::Qmp;
 use crate::shell;
 use crate::site::end_within;
 
-/// Timeout for a reply from QEMU.
-const ANSWER: Duration = Duration::from_secs(20);
 /// How much of the end of the console output is kept for diagnosis.
 const KEEP: usize = 4 << 10;
 /// The prompt of a getty.
@@ -76,7 +74,7 @@ pub struct Guest {
     child: Child,
     console: Receiver<Vec<u8>>,
     heard: Vec<u8>,
-    control: BufReader<UnixStream>,
+    control: Qmp,
 }
 
 impl Guest {
@@ -107,7 +105,7 @@ impl Guest {
             .spawn()
             .context("qemu-system-x86_64")?;
         let console = read_along(child.stdout.take().context("no console")?);
-        match connect(&control, &mut child) {
+        match Qmp::connect(&control, &mut child) {
             Ok(control) => Ok(Self {
                 child,
                 console,
@@ -147,7 +145,7 @@ impl Guest {
 
     /// Its disk I/O so far.
     pub fn disk(&mut self) -> Result<Disk> {
-        let answer = ask(&mut self.control, &json!({"execute": "query-blockstats"}))?;
+        let answer = self.control.ask("query-blockstats", json!({}))?;
         let devices = answer.as_array().context("no list of disks")?;
         let ours = devices
             .iter()
@@ -165,10 +163,7 @@ impl Guest {
     /// Presses Ctrl-Alt-Delete, which makes init shut down cleanly, and waits until QEMU exits.
     pub fn shut_down(mut self, patience: Duration) -> Result<()> {
         let keys = ["ctrl", "alt", "delete"].map(|key| json!({"type": "qcode", "data": key}));
-        ask(
-            &mut self.control,
-            &json!({"execute": "send-key", "arguments": {"keys": keys}}),
-        )?;
+        self.control.ask("send-key", json!({"keys": keys}))?;
         let status = end_within(&mut self.child, patience);
         self.heard.extend(self.console.try_iter().flatten());
         match status {
@@ -202,46 +197,4 @@ fn read_along(mut from: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
         }
     });
     receive
-}
-
-fn connect(control: &Path, child: &mut Child) -> Result<BufReader<UnixStream>> {
-    let deadline = Instant::now() + ANSWER;
-    let stream = loop {
-        match UnixStream::connect(control) {
-            Ok(stream) => break stream,
-            Err(e) if Instant::now() > deadline => return Err(e).context("QEMU's control socket"),
-            Err(_) => std::thread::sleep(Duration::from_millis(2)),
-        }
-        if let Some(status) = child.try_wait()? {
-            bail!("QEMU ended at once: {status}");
-        }
-    };
-    stream.set_read_timeout(Some(ANSWER))?;
-    stream.set_write_timeout(Some(ANSWER))?;
-    let mut control = BufReader::new(stream);
-    control.read_line(&mut String::new())?; // its greeting
-    ask(&mut control, &json!({"execute": "qmp_capabilities"}))?;
-    Ok(control)
-}
-
-/// Sends a QMP command and returns the reply; skips events.
-fn ask(control: &mut BufReader<UnixStream>, question: &Value) -> Result<Value> {
-    let mut line = question.to_string();
-    line.push('\n');
-    control.get_mut().write_all(line.as_bytes())?;
-    let deadline = Instant::now() + ANSWER;
-    while Instant::now() < deadline {
-        let mut line = String::new();
-        if control.read_line(&mut line).context("QEMU's answer")? == 0 {
-            bail!("QEMU has gone");
-        }
-        let mut answer: Value = serde_json::from_str(&line)?;
-        if let Some(answer) = answer.get_mut("return") {
-            return Ok(answer.take());
-        }
-        if let Some(error) = answer.get("error") {
-            bail!("QEMU refuses {question}: {error}");
-        }
-    }
-    bail!("QEMU talks and gives no answer")
 }

@@ -100,6 +100,12 @@ impl Launch {
         self.with("-S -incoming defer")
     }
 
+    /// The arguments of QEMU, for what starts it by other means.
+    #[must_use]
+    pub fn arguments(&self) -> &[String] {
+        &self.arguments
+    }
+
     /// Starts it in `directory` under a name of its own there.
     ///
     /// # Panics
