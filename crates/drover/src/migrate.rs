@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use drover_agent::audit::{Event, Record};
-use drover_agent::error::Error;
+use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
+use drover_agent::images::Indexer;
 use drover_agent::machines::{self, CloseMachine};
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
@@ -19,7 +20,7 @@ use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_hypervisor::{HypervisorError, Machine};
 use drover_migrate::{MigrateError, MoveOptions};
-use drover_net::{NetError, RateLimit};
+use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
 use drover_teleport::SendOptions;
 
 use crate::cli::{Hypervisor, MigrateArgs};
@@ -133,6 +134,9 @@ async fn depart(
                     .took(Duration::from_secs_f64(report.seconds))
                     .detail(format!("paused for {} ms", report.pause.total_ms));
                 home.audit().write(record);
+                if !args.no_index {
+                    index(home, &name, &report.left, &show).await;
+                }
             }
             show.done(&report)
         }
@@ -183,6 +187,23 @@ fn work(home: &Home, name: &ImageName) -> PathBuf {
 
 fn stem(path: &Path) -> Option<String> {
     Some(path.file_stem()?.to_str()?.to_owned())
+}
+
+/// Indexes the files of disks that a machine has left. It has moved: what fails is only told.
+async fn index(home: &Home, machine: &ImageName, files: &[PathBuf], show: &Show) {
+    let domain = home.config.machines.get(machine.as_str());
+    let domain = domain.map_or(DEFAULT_DOMAIN, |config| &config.domain);
+    for file in files {
+        show.indexing(file);
+        let indexed = async {
+            let mut indexer = Indexer::new(&home.domain(domain)?)?;
+            indexer.index(file, false, |_, _| {}).await?;
+            indexer.close().await
+        };
+        if let Err(e) = indexed.await {
+            show.not_indexed(file, &one_line(&e));
+        }
+    }
 }
 
 /// Has the running site close the disks of a machine that has left, if it served them.

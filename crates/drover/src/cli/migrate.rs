@@ -62,6 +62,9 @@ pub struct MigrateArgs {
     /// Leave QEMU here, paused, when the machine runs at the peer
     #[arg(long)]
     pub keep_source: bool,
+    /// Do not index the files of the disks that are left here. Indexed, what has not changed since does not cross when the machine comes back
+    #[arg(long)]
+    pub no_index: bool,
     /// Check whether the machine can move, and estimate the bytes to transfer
     #[arg(long)]
     pub dry_run: bool,

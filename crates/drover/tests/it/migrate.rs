@@ -220,6 +220,11 @@ async fn a_machine_moves_and_comes_back() {
         };
         assert_eq!(events(from), "machine-left");
         assert_eq!(events(to), "machine-arrived");
+        let indexed = sites.world.run("near", &["images", "--json"]).ok().json();
+        assert!(
+            indexed.iter().any(|image| image["name"] == "web.raw"),
+            "{indexed:?}"
+        );
         here = there;
     }
     // What the machine wrote there is part of its image now.
