@@ -1,6 +1,9 @@
 //! `migrate`: moves a running machine to a peer and shows the progress.
 
+mod evacuate;
 mod show;
+
+pub use evacuate::evacuate;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,14 +54,19 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
     let (Some(hypervisor), Some(peer)) = (&args.machine, &args.peer) else {
         return Err(usage("name a machine and a peer"));
     };
-    depart(home, hypervisor, peer, &args).await
+    let limit = args.limit.or(home.config.limit);
+    let limit = limit.map(|rate| Arc::new(RateLimit::new(rate)));
+    depart(home, hypervisor, peer, &args, limit, true).await
 }
 
+/// Moves one machine; `alone` if there are no others at the same time.
 async fn depart(
     home: &Home,
     hypervisor: &Hypervisor,
     peer: &str,
     args: &MigrateArgs,
+    limit: Option<Arc<RateLimit>>,
+    alone: bool,
 ) -> Result<()> {
     let peer = find_peer(&site::open_catalog(home)?, peer)?;
     if peer.addresses.is_empty() {
@@ -69,7 +77,6 @@ async fn depart(
     }
     let stop = Stop::on_signals()?;
     let (machine, name) = connect(home, hypervisor).await?;
-    let limit = args.limit.or(home.config.limit);
     let work = work(home, &name);
     let scratch = match &args.scratch {
         Some(scratch) => std::path::absolute(scratch)?.join(format!("drover-{name}")),
@@ -80,13 +87,13 @@ async fn depart(
         peer: peer.key,
         peer_name: peer.name.clone(),
         addresses: peer.addresses,
-        limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
+        limit,
         dry_run: args.dry_run,
         connections: None,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
     };
-    let show = Arc::new(Show::new(args, name.to_string(), peer.name.clone()));
+    let show = Arc::new(Show::new(args, alone, name.to_string(), peer.name.clone()));
     let options = MoveOptions {
         send,
         name_there: args.rename.clone().unwrap_or_else(|| name.clone()),

@@ -19,7 +19,7 @@ use super::values::image_name;
 ///
 /// The peer must expect the machine: its config.toml names the QMP socket of a QEMU that waits for it, and gives
 /// this site the rights send and host. The QEMU here is ended when the machine runs there.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
   drover migrate qmp:/run/web.qmp lyon

@@ -26,12 +26,13 @@ pub struct Show {
 }
 
 impl Show {
-    /// Shows the migration of `machine` to `peer`.
-    pub fn new(args: &MigrateArgs, machine: String, peer: String) -> Show {
+    /// Shows the migration of `machine` to `peer`; `alone` if there are no others at the same time.
+    pub fn new(args: &MigrateArgs, alone: bool, machine: String, peer: String) -> Show {
         let (counters, wire) = (Arc::<Counters>::default(), Arc::<WireTotals>::default());
         let images = send::Show::new(
             args.json,
             args.dry_run,
+            alone,
             peer.clone(),
             Arc::clone(&counters),
             Arc::clone(&wire),
