@@ -31,7 +31,7 @@ fn summary(bytes: &[u8]) {
     assert!(newer.last().is_none_or(|last| last.end <= summary.size));
     if summary.size <= SIZE {
         let directory = Arc::new(FakeDirectory::default());
-        let now = Contents::new(&[], 0);
+        let now = Contents::new(&[], 0, 0);
         if let Ok(next) = Generations::succeed(directory, summary.size, &summary, now) {
             let next = next.summary().expect("a new map");
             let _ = (next.compare(&summary), summary.compare(&next));
@@ -41,7 +41,7 @@ fn summary(bytes: &[u8]) {
 
 fn map(bytes: &[u8]) {
     let directory = Arc::new(FakeDirectory::default());
-    let now = Contents::new(&[], 0);
+    let now = Contents::new(&[], 0, 0);
     let open = || Generations::open(directory.clone(), SIZE, now);
     directory.put(FILE_NAME, bytes);
     let Ok(map) = open() else {

@@ -45,8 +45,8 @@ pub use end::{end, find};
 pub use in_use::{leased_on_disk, why_held};
 pub use kernel::{choose, guard, survive_write_back};
 pub use leases::{
-    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, is_known, leases_of,
-    leases_on_disk,
+    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, generations, held,
+    is_frozen, is_known, leases_of, leases_on_disk,
 };
 pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};

@@ -14,6 +14,7 @@ use drover_store::peer_name;
 mod audit;
 mod changes;
 mod domains;
+mod evacuate;
 mod migrate;
 mod mounts;
 mod peers;
@@ -24,6 +25,7 @@ mod values;
 pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use domains::{DomainsAction, DomainsArgs};
+pub use evacuate::EvacuateArgs;
 pub use migrate::{Hypervisor, MigrateArgs};
 pub use mounts::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
@@ -92,6 +94,7 @@ pub enum Command {
     Pair(PairArgs),
     Send(SendArgs),
     Migrate(MigrateArgs),
+    Evacuate(EvacuateArgs),
     Mount(MountArgs),
     Export(ExportArgs),
     Attach(AttachArgs),

@@ -13,7 +13,7 @@ use drover_image::{VirtualDisk, named_files};
 use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::digest_file;
-use drover_teleport::services::{Removal, ShareImage, Verified};
+use drover_teleport::services::{ImageInfo, Removal, ShareImage, Verified};
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -48,6 +48,7 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
             });
             if let Some(changed) = changed {
                 object["changed_bytes"] = changed.into();
+                object["generations"] = generations(home, i);
             }
             out::json(&object)?;
         }
@@ -97,6 +98,19 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         heading.push("changes");
     }
     out::line(&out::table(&heading, rows, &[2, 3, 7]))
+}
+
+/// The generations of an image of this site: null for one that was not mounted for writing since it was made.
+fn generations(home: &Home, image: &ImageInfo) -> serde_json::Value {
+    let name = ImageName::new(&image.name).ok();
+    match name.map(|name| mounts::generations(home, &name, image.digest)).transpose() {
+        Ok(about) => about.flatten().map_or(serde_json::Value::Null, |about| {
+            json!({
+                "seed": about.seed.to_string(), "generation": about.generation.0, "frozen": about.frozen,
+            })
+        }),
+        Err(error) => json!({"problem": error.to_string()}),
+    }
 }
 
 /// The home for a command about an image: that of a domain of this site, or, for an image of a peer, that of the site.

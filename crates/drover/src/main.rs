@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         cli.command,
         Command::Send(_)
             | Command::Migrate(_)
+            | Command::Evacuate(_)
             | Command::MountDaemon { .. }
             | Command::Export(_)
             | Command::Pair(_)
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
     let json = match &cli.command {
         Command::Send(args) => args.json,
         Command::Migrate(args) => args.json,
+        Command::Evacuate(args) => args.json,
         _ => false,
     };
     match run(cli) {
@@ -118,6 +120,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Pair(args) => wait(peers::pair(&create()?, args)),
         Command::Send(args) => wait(send::send(&existing()?, args)),
         Command::Migrate(args) => wait(migrate::migrate(&existing()?, args)),
+        Command::Evacuate(args) => wait(migrate::evacuate(&existing()?, args)),
         Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
         Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),

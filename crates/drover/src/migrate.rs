@@ -1,6 +1,9 @@
 //! `migrate`: moves a running machine to a peer and shows the progress.
 
+mod evacuate;
 mod show;
+
+pub use evacuate::evacuate;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,8 +11,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use drover_agent::audit::{Event, Record};
-use drover_agent::error::Error;
+use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
+use drover_agent::images::Indexer;
 use drover_agent::machines::{self, CloseMachine};
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
@@ -19,7 +23,7 @@ use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_hypervisor::{HypervisorError, Machine};
 use drover_migrate::{MigrateError, MoveOptions};
-use drover_net::{NetError, RateLimit};
+use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
 use drover_teleport::SendOptions;
 
 use crate::cli::{Hypervisor, MigrateArgs};
@@ -50,14 +54,19 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
     let (Some(hypervisor), Some(peer)) = (&args.machine, &args.peer) else {
         return Err(usage("name a machine and a peer"));
     };
-    depart(home, hypervisor, peer, &args).await
+    let limit = args.limit.or(home.config.limit);
+    let limit = limit.map(|rate| Arc::new(RateLimit::new(rate)));
+    depart(home, hypervisor, peer, &args, limit, true).await
 }
 
+/// Moves one machine; `alone` if there are no others at the same time.
 async fn depart(
     home: &Home,
     hypervisor: &Hypervisor,
     peer: &str,
     args: &MigrateArgs,
+    limit: Option<Arc<RateLimit>>,
+    alone: bool,
 ) -> Result<()> {
     let peer = find_peer(&site::open_catalog(home)?, peer)?;
     if peer.addresses.is_empty() {
@@ -68,7 +77,6 @@ async fn depart(
     }
     let stop = Stop::on_signals()?;
     let (machine, name) = connect(home, hypervisor).await?;
-    let limit = args.limit.or(home.config.limit);
     let work = work(home, &name);
     let scratch = match &args.scratch {
         Some(scratch) => std::path::absolute(scratch)?.join(format!("drover-{name}")),
@@ -79,13 +87,13 @@ async fn depart(
         peer: peer.key,
         peer_name: peer.name.clone(),
         addresses: peer.addresses,
-        limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
+        limit,
         dry_run: args.dry_run,
         connections: None,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
     };
-    let show = Arc::new(Show::new(args, name.to_string(), peer.name.clone()));
+    let show = Arc::new(Show::new(args, alone, name.to_string(), peer.name.clone()));
     let options = MoveOptions {
         send,
         name_there: args.rename.clone().unwrap_or_else(|| name.clone()),
@@ -133,6 +141,9 @@ async fn depart(
                     .took(Duration::from_secs_f64(report.seconds))
                     .detail(format!("paused for {} ms", report.pause.total_ms));
                 home.audit().write(record);
+                if !args.no_index {
+                    index(home, &name, &report.left, &show).await;
+                }
             }
             show.done(&report)
         }
@@ -183,6 +194,23 @@ fn work(home: &Home, name: &ImageName) -> PathBuf {
 
 fn stem(path: &Path) -> Option<String> {
     Some(path.file_stem()?.to_str()?.to_owned())
+}
+
+/// Indexes the files of disks that a machine has left. It has moved: what fails is only told.
+async fn index(home: &Home, machine: &ImageName, files: &[PathBuf], show: &Show) {
+    let domain = home.config.machines.get(machine.as_str());
+    let domain = domain.map_or(DEFAULT_DOMAIN, |config| &config.domain);
+    for file in files {
+        show.indexing(file);
+        let indexed = async {
+            let mut indexer = Indexer::new(&home.domain(domain)?)?;
+            indexer.index(file, false, |_, _| {}).await?;
+            indexer.close().await
+        };
+        if let Err(e) = indexed.await {
+            show.not_indexed(file, &one_line(&e));
+        }
+    }
 }
 
 /// Has the running site close the disks of a machine that has left, if it served them.

@@ -62,6 +62,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     let show = Arc::new(Show::new(
         args.json,
         args.dry_run,
+        true,
         peer.name,
         Arc::clone(&counters),
         Arc::clone(&wire),

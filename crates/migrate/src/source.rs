@@ -99,6 +99,7 @@ pub async fn migrate(
     end?;
     let mut report = driver.report;
     report.machine = driver.options.name_there.to_string();
+    report.left = driver.disks.files;
     report.seconds = begun.elapsed().as_secs_f64();
     Ok(report)
 }

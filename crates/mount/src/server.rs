@@ -7,12 +7,14 @@ mod blocking;
 mod changes;
 mod connection;
 mod counters;
+mod generations;
 mod image;
 mod leases;
 mod open_images;
 mod overlays;
 mod pool;
 pub(crate) mod queue;
+mod recording;
 mod settler;
 pub(crate) mod unit;
 mod work;
@@ -37,8 +39,9 @@ use crate::protocol::{
 };
 
 pub use absences::Absences;
-pub use changes::{Claim, View};
+pub use changes::{Claim, ClaimEnd, View};
 pub use counters::MountCounts;
+pub use generations::generations_on_disk;
 pub use image::{Base, Happened, Images, Room, WhyBroken};
 pub use leases::{Leased, lease_on_disk};
 

@@ -21,7 +21,7 @@ const SIZE: u64 = 1 << 30;
 
 fn map(at: &std::path::Path) -> Arc<Generations> {
     let directory = HostDirectory::open(at).expect("a directory");
-    let now = Contents::new(&[], 0);
+    let now = Contents::new(&[], 0, 0);
     let map = Generations::open(Arc::new(directory), SIZE, now).expect("a map");
     map.begin(now).expect("begins");
     Arc::new(map)
@@ -56,8 +56,9 @@ fn written(c: &mut Criterion) {
         FileDevice::new(file, false).expect("a device")
     };
     let map = map(temporary.path());
-    let recorded = Recorded::new(create(), Some(map.clone()));
-    let plain = Recorded::new(create(), None);
+    let recorded = Recorded::new(create());
+    recorded.record(map.clone());
+    let plain = Recorded::new(create());
     // Blocks are allocated before the first pass.
     for _ in 0..4 {
         sequential(&plain, &mut 0);
@@ -100,8 +101,9 @@ fn written(c: &mut Criterion) {
 /// The stage alone: a device in memory.
 fn stage(c: &mut Criterion) {
     let temporary = tempfile::tempdir().expect("a directory");
-    let plain = Recorded::new(MemoryDevice::new(SIZE), None);
-    let recorded = Recorded::new(MemoryDevice::new(SIZE), Some(map(temporary.path())));
+    let plain = Recorded::new(MemoryDevice::new(SIZE));
+    let recorded = Recorded::new(MemoryDevice::new(SIZE));
+    recorded.record(map(temporary.path()));
     let data = vec![7; 4096];
     let mut group = c.benchmark_group("stage");
     for (way, device) in [("memory", &plain), ("recorded", &recorded)] {

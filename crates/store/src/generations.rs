@@ -14,6 +14,7 @@
 //! A map is believed only if it is of these contents ([`Contents`]): else digests decide, and the disk begins a new line.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -33,7 +34,7 @@ pub use line::{About, Contents};
 pub use summary::{Comparison, MAX_SUMMARY_BYTES, NotComparable, Summary, SummaryError};
 pub use units::{CHUNK, MAX_SIZE, Seed};
 
-use line::{Line, Noted, note};
+use line::Line;
 
 /// What is recorded at its first write in a generation, in bytes.
 pub const REGION: u64 = CHUNK * REGION_CHUNKS;
@@ -141,8 +142,8 @@ pub struct Writing<'a> {
 
 impl Generations {
     /// Opens the map in `directory` for a disk of `size` bytes that now has these contents, or begins a new line: where there
-    /// is no map, or one that is not of these contents. A frozen map is kept in any case. Nothing can be written before
-    /// [`Generations::begin`].
+    /// is no map, or one that is not of these contents. An image that is frozen stays so, whatever became of its changes.
+    /// Nothing can be written before [`Generations::begin`].
     ///
     /// # Errors
     /// [`GenerationsError`]: a damaged map, too, since it may be frozen.
@@ -165,7 +166,7 @@ impl Generations {
             .as_ref()
             .is_some_and(|(_, line)| line.is_of(size, now));
         let (log, line) = match found {
-            Some((log, line)) if believed || line.frozen => (log, line),
+            Some((log, line)) if believed || line.is_frozen(now) => (log, line),
             found => {
                 if found.is_some() {
                     let file = directory.describe(FILE_NAME);
@@ -177,7 +178,7 @@ impl Generations {
                 create(&directory, Line::new(size))?
             }
         };
-        let believed = believed || !line.frozen;
+        let believed = believed || !line.is_frozen(now);
         Ok(Self::with(
             directory,
             State {
@@ -211,7 +212,7 @@ impl Generations {
         let lock = lock(directory.as_ref(), size)?;
         let mut line = Line::of_summary(of);
         line.next();
-        line.noted = Some(Noted::Closed(now));
+        line.closed(now);
         let (log, line) = create(&directory, line)?;
         let believed = true;
         Ok(Self::with(
@@ -232,7 +233,7 @@ impl Generations {
         Self {
             directory,
             size,
-            gate: RwLock::new(match state.line.frozen {
+            gate: RwLock::new(match state.line.about().frozen {
                 true => Gate::Frozen,
                 false => Gate::Closed,
             }),
@@ -245,8 +246,8 @@ impl Generations {
         }
     }
 
-    /// Opens the disk for changes, durably: whatever becomes of this process, the map is then of a later version of
-    /// `now`. Called again when the contents get another identity.
+    /// Opens the disk for changes, durably: whatever becomes of this process, the map is then of `now` or a later version.
+    /// Called again when the contents get another identity.
     ///
     /// # Errors
     /// [`GenerationsError::Frozen`], or the disk's.
@@ -256,10 +257,10 @@ impl Generations {
             return Err(GenerationsError::Frozen);
         }
         let mut state = self.state.lock();
-        if state.line.noted != Some(Noted::Open(now)) {
-            state.line.noted = Some(Noted::Open(now));
-            let record = Noted::Open(now).record();
-            self.or_lose(&mut state, |state| state.append(&[record]))?;
+        let is_open = matches!(*gate, Gate::Open) && state.line.is_of(self.size, now);
+        if !is_open {
+            let records = state.line.opened(now);
+            self.or_lose(&mut state, |state| state.append(&records))?;
         }
         *gate = Gate::Open;
         Ok(())
@@ -271,30 +272,51 @@ impl Generations {
     /// # Errors
     /// [`GenerationsError::Frozen`]; [`GenerationsError::Closed`]; or the map can neither be kept nor removed.
     pub fn before_write(&self, offset: u64, length: u64) -> Result<Writing<'_>, GenerationsError> {
+        self.before_writes(std::iter::once((offset, length)))
+    }
+
+    /// As [`Generations::before_write`], ahead of a change of many ranges `(offset, length)` at once.
+    ///
+    /// # Errors
+    /// As [`Generations::before_write`].
+    pub fn before_writes(
+        &self,
+        ranges: impl Iterator<Item = (u64, u64)>,
+    ) -> Result<Writing<'_>, GenerationsError> {
         let gate = self.gate.read();
         match *gate {
             Gate::Open => {}
             Gate::Closed => return Err(GenerationsError::Closed),
             Gate::Frozen => return Err(GenerationsError::Frozen),
         }
-        let end = offset.saturating_add(length).min(self.size);
-        if offset < end {
-            let chunks = offset / CHUNK..end.div_ceil(CHUNK);
-            let regions = chunks.start / REGION_CHUNKS..chunks.end.div_ceil(REGION_CHUNKS);
-            if !regions.clone().all(|region| self.is_recorded(region)) {
-                self.record(regions.clone())?;
-            }
-            for region in regions {
-                let first = chunks.start.saturating_sub(region * REGION_CHUNKS);
-                let last = (chunks.end - region * REGION_CHUNKS).min(REGION_CHUNKS);
-                let mask = u64::MAX >> (REGION_CHUNKS - last) & u64::MAX << first;
-                let word = &self.written[region as usize];
-                if word.load(Ordering::Relaxed) & mask != mask {
-                    word.fetch_or(mask, Ordering::Relaxed);
-                }
+        let mut missing = Vec::new();
+        for (offset, length) in ranges {
+            let end = offset.saturating_add(length).min(self.size);
+            if offset < end {
+                self.mark(offset / CHUNK..end.div_ceil(CHUNK), &mut missing);
             }
         }
+        if !missing.is_empty() {
+            self.record(&missing)?;
+        }
         Ok(Writing { _gate: gate })
+    }
+
+    /// Marks chunks as written; adds their regions that are not recorded to `missing`.
+    fn mark(&self, chunks: Range<u64>, missing: &mut Vec<u64>) {
+        for region in chunks.start / REGION_CHUNKS..chunks.end.div_ceil(REGION_CHUNKS) {
+            let start = region * REGION_CHUNKS;
+            let first = chunks.start.saturating_sub(start);
+            let last = (chunks.end - start).min(REGION_CHUNKS);
+            let mask = u64::MAX >> (REGION_CHUNKS - last) & u64::MAX << first;
+            let word = &self.written[region as usize];
+            if word.load(Ordering::Relaxed) & mask != mask {
+                word.fetch_or(mask, Ordering::Relaxed);
+            }
+            if !self.is_recorded(region) && missing.last() != Some(&region) {
+                missing.push(region);
+            }
+        }
     }
 
     fn is_recorded(&self, region: u64) -> bool {
@@ -303,19 +325,19 @@ impl Generations {
     }
 
     /// Records all chunks of regions, durably, with those that others wait for.
-    fn record(&self, regions: std::ops::Range<u64>) -> Result<(), GenerationsError> {
-        let missing = || regions.clone().filter(|region| !self.is_recorded(*region));
+    fn record(&self, regions: &[u64]) -> Result<(), GenerationsError> {
+        let missing = || regions.iter().filter(|region| !self.is_recorded(**region));
         self.waiting.lock().extend(missing());
         let mut state = self.state.lock();
-        if missing().next().is_none() || self.lost.load(Ordering::Acquire) {
+        let mut wanted = std::mem::take(&mut *self.waiting.lock());
+        // If another writer took them and failed, they are not waiting any more.
+        wanted.extend(missing());
+        wanted.retain(|region| !self.is_recorded(*region));
+        if wanted.is_empty() {
             return Ok(());
         }
-        let mut wanted = std::mem::take(&mut *self.waiting.lock());
-        // If another one took them and failed, they are not waiting any more.
-        wanted.extend(missing());
         wanted.sort_unstable();
         wanted.dedup();
-        wanted.retain(|region| !self.is_recorded(*region));
         let age = state.line.age();
         let chunks = wanted.iter().flat_map(|region| self.chunks_of(*region));
         let records = line::records(chunks.map(|chunk| (chunk, age)));
@@ -376,16 +398,11 @@ impl Generations {
     pub fn freeze(&self, now: Contents) -> Result<(), GenerationsError> {
         let mut gate = self.gate.write();
         let mut state = self.state.lock();
-        self.settle(&mut gate, &mut state, |line| {
-            line.frozen = true;
-            line.noted = Some(Noted::Closed(now));
-            vec![note(line::FROZEN, 0, 0), Noted::Closed(now).record()]
-        })?;
+        self.settle(&mut gate, &mut state, |line| line.freeze(now))?;
         if self.lost.load(Ordering::Acquire) {
             // Frozen it must be, even if nothing is known of what was written.
             let mut line = Line::new(self.size);
-            line.frozen = true;
-            line.noted = Some(Noted::Closed(now));
+            line.freeze(now);
             (state.log, state.line) = create(&self.directory, line)?;
             self.lost.store(false, Ordering::Release);
         }
@@ -437,10 +454,12 @@ impl Generations {
             return Err(GenerationsError::Closed);
         }
         let mut state = self.state.lock();
-        match state.believed {
-            true => self.settle(&mut gate, &mut state, |line| line.closed(now)),
-            false => Ok(()),
+        if state.believed {
+            return self.settle(&mut gate, &mut state, |line| line.closed(now));
         }
+        // Only what is frozen is opened without being believed.
+        let records = state.line.freeze_as(now);
+        state.append(&records)
     }
 
     /// Records exactly what was written in this generation, then what `change` makes of the line; or loses the map. After an
@@ -481,7 +500,7 @@ impl Generations {
     }
 
     /// The chunks of a region.
-    fn chunks_of(&self, region: u64) -> std::ops::Range<u64> {
+    fn chunks_of(&self, region: u64) -> Range<u64> {
         let first = region * REGION_CHUNKS;
         first..(first + REGION_CHUNKS).min(self.size.div_ceil(CHUNK))
     }
@@ -527,7 +546,7 @@ impl Generations {
 
     /// The byte ranges written in a later generation than `generation`, in order.
     #[must_use]
-    pub fn newer_than(&self, generation: Generation) -> Option<Vec<std::ops::Range<u64>>> {
+    pub fn newer_than(&self, generation: Generation) -> Option<Vec<Range<u64>>> {
         Some(self.summary()?.newer_than(generation))
     }
 }
@@ -540,11 +559,15 @@ impl State {
     }
 }
 
-/// What a directory's map says, without opening it for changes; none without one.
+/// What a directory's map says of a disk with these contents, without opening it for changes; none without one, or if it is of
+/// other contents and the disk is not frozen.
 ///
 /// # Errors
 /// A damaged map.
-pub fn look(directory: Arc<dyn Directory>) -> Result<Option<About>, GenerationsError> {
+pub fn look(
+    directory: Arc<dyn Directory>,
+    now: Contents,
+) -> Result<Option<About>, GenerationsError> {
     let said = directory.describe(FILE_NAME);
     let opened = match ChunkLog::open(directory, FILE_NAME) {
         Err(error) if error.is_missing() => return Ok(None),
@@ -552,9 +575,8 @@ pub fn look(directory: Arc<dyn Directory>) -> Result<Option<About>, GenerationsE
     };
     let mut line = Line::of_header(opened.header(), &said)?;
     opened.read(|record| line.replay(record))?;
-    Ok(Some(line)
-        .filter(|line| !line.is_empty())
-        .map(|line| line.about()))
+    let is_known = !line.is_empty() && (line.is_of(line.size, now) || line.is_frozen(now));
+    Ok(is_known.then(|| line.about()))
 }
 
 /// Removes the map of a directory, durably, whatever it says; a missing one is not an error.

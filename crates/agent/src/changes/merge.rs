@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
 use drover_image::Format;
-use drover_mount::server::Claim;
+use drover_mount::server::{Claim, ClaimEnd};
 use drover_net::{Code, DEFAULT_DOMAIN, PeerKey, Refusal};
 use drover_storage::create_private;
 use drover_store::lease::{MERGE_NOTE, MountId};
@@ -295,7 +295,11 @@ impl Making<'_> {
         crash("adopted");
         merged.merged = true;
         merged.dropped = self.order.rename.is_none() || self.order.drop;
-        let ended = claim.end(merged.dropped);
+        let ended = claim.end(match &self.order.rename {
+            None => ClaimEnd::Merged(prepared.digest),
+            Some(_) if self.order.drop => ClaimEnd::Dropped,
+            Some(_) => ClaimEnd::Kept,
+        });
         crash("ended");
         match ended {
             Ok(true) => {}

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
+use drover_mount::server::ClaimEnd;
 use drover_net::PeerKey;
 use drover_store::SiteCatalog;
 use drover_store::lease::{MERGE_NOTE, MountId};
@@ -97,7 +98,11 @@ pub fn finish(here: &Here, turn: &Turn, name: &ImageName, stop: &AtomicBool) -> 
         && holder.note == MERGE_NOTE
     {
         let key = (PeerKey(holder.peer), holder.mount);
-        here.server.end_claim(name, key, finished)?;
+        let how = match &decided {
+            Some(decided) if finished => ClaimEnd::Merged(decided.new),
+            _ => ClaimEnd::Kept,
+        };
+        here.server.end_claim(name, key, how)?;
     }
     crash("recovered");
     turn.tidy();

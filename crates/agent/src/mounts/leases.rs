@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use drover_core::ImageName;
-use drover_mount::server::{Server, WhyBroken, lease_on_disk};
+use drover_core::{Digest, ImageName};
+use drover_mount::MountError;
+use drover_mount::server::{Server, WhyBroken, generations_on_disk, lease_on_disk};
 use drover_net::request;
+use drover_store::generations::About;
 use drover_store::lease::Holder;
 use drover_store::{Catalog, changes};
 use serde::{Deserialize, Serialize};
@@ -54,6 +56,8 @@ pub struct Broken {
     pub writer: Option<Writer>,
     /// The lease file was damaged and was replaced.
     pub damaged: bool,
+    /// The image was frozen and was thawed, or its generations were damaged and were removed.
+    pub thawed: bool,
 }
 
 impl From<Holder> for Writer {
@@ -128,14 +132,39 @@ pub fn leases_on_disk(home: &Home) -> Result<Vec<Held>> {
 /// When the site's state cannot be changed.
 pub async fn break_at(server: &Arc<Server>, name: &ImageName, why: WhyBroken) -> Result<Broken> {
     let (on_disk, image) = (Arc::clone(server), name.clone());
-    let damaged = tokio::task::spawn_blocking(move || on_disk.replace_damaged_lease(&image));
-    let damaged = damaged.await??;
+    let repair = move || -> Result<(bool, bool), MountError> {
+        let damaged = on_disk.replace_damaged_lease(&image)?;
+        // Only a person knows that a machine does not run elsewhere.
+        Ok((damaged, why == WhyBroken::ByUser && on_disk.thaw(&image)?))
+    };
+    let (damaged, thawed) = tokio::task::spawn_blocking(repair).await??;
     let holder = server.break_lease(name, why).await?;
     Ok(Broken {
         image: name.to_string(),
         writer: holder.map(Writer::from),
         damaged,
+        thawed,
     })
+}
+
+/// What is known of the generations of an image of this home's domain; none if it was not mounted for writing since it was made.
+///
+/// # Errors
+/// When they cannot be read.
+pub fn generations(home: &Home, name: &ImageName, digest: Digest) -> Result<Option<About>> {
+    Ok(generations_on_disk(&home.mounted_dir(), name, digest)?)
+}
+
+/// Whether an image of this home's domain is frozen, or may be, since that cannot be read.
+///
+/// # Errors
+/// When the catalog cannot be read.
+pub fn is_frozen(home: &Home, name: &ImageName) -> Result<bool> {
+    let Some(image) = site::look_at_catalog(home)?.by_name(name)? else {
+        return Ok(false);
+    };
+    let about = generations(home, name, image.digest);
+    Ok(about.map_or(true, |about| about.is_some_and(|about| about.frozen)))
 }
 
 /// The leases of this site's images in all domains, from the running site or, when none runs, from disk.

@@ -19,7 +19,7 @@ use super::values::image_name;
 ///
 /// The peer must expect the machine: its config.toml names the QMP socket of a QEMU that waits for it, and gives
 /// this site the rights send and host. The QEMU here is ended when the machine runs there.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
   drover migrate qmp:/run/web.qmp lyon
@@ -62,6 +62,9 @@ pub struct MigrateArgs {
     /// Leave QEMU here, paused, when the machine runs at the peer
     #[arg(long)]
     pub keep_source: bool,
+    /// Do not index the files of the disks that are left here. Indexed, what has not changed since does not cross when the machine comes back
+    #[arg(long)]
+    pub no_index: bool,
     /// Check whether the machine can move, and estimate the bytes to transfer
     #[arg(long)]
     pub dry_run: bool,

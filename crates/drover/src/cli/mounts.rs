@@ -396,13 +396,16 @@ Examples:
         #[arg(long)]
         json: bool,
     },
-    /// Revoke the write lease of an image of this site; data that its holder has not pushed is lost
+    /// Revoke the write lease of an image of this site, or thaw it; data that its holder has not pushed is lost
     #[command(after_help = "\
 Examples:
   drover mounts leases                     who holds it, and whether it is connected
   drover mounts break web.qcow2
   drover mounts break web.qcow2 --yes      in a script
-  drover mounts break web.qcow2 --domain acme")]
+  drover mounts break web.qcow2 --domain acme
+
+An image is frozen when its machine has moved to another site. Thaw it only if the
+other copy is lost: else there can be two of the machine.")]
     Break {
         /// Name of the image
         #[arg(value_name = "IMAGE", value_parser = image_name)]

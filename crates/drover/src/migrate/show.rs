@@ -1,5 +1,6 @@
 //! The output of `migrate`: progress and the result, for people and for scripts.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -25,12 +26,13 @@ pub struct Show {
 }
 
 impl Show {
-    /// Shows the migration of `machine` to `peer`.
-    pub fn new(args: &MigrateArgs, machine: String, peer: String) -> Show {
+    /// Shows the migration of `machine` to `peer`; `alone` if there are no others at the same time.
+    pub fn new(args: &MigrateArgs, alone: bool, machine: String, peer: String) -> Show {
         let (counters, wire) = (Arc::<Counters>::default(), Arc::<WireTotals>::default());
         let images = send::Show::new(
             args.json,
             args.dry_run,
+            alone,
             peer.clone(),
             Arc::clone(&counters),
             Arc::clone(&wire),
@@ -143,6 +145,27 @@ impl Show {
             bytes(report.memory_wire_bytes),
             report.seconds,
         ))
+    }
+
+    /// A file that the machine has left is being indexed.
+    pub fn indexing(&self, file: &Path) {
+        let machine = &self.machine;
+        let line = json!({"event": "index", "machine": machine, "path": file});
+        self.print(line, || {
+            format!(
+                "{machine}: runs at {}; indexing {} for the way back",
+                self.peer,
+                file.display()
+            )
+        });
+    }
+
+    /// It was not indexed.
+    pub fn not_indexed(&self, file: &Path, why: &str) {
+        let line = json!({"event": "note", "path": file, "message": clean(why)});
+        self.print(line, || {
+            format!("note: {}: not indexed: {why}", file.display())
+        });
     }
 
     /// The migration failed.

@@ -79,10 +79,18 @@ pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -
     if !room.run(|| mounts::is_known(home, name))? {
         return Err(elsewhere(home, name)?.unwrap_or_else(|| no_image(name)));
     }
-    let question = format!(
-        "Revoke the write lease of {name}? Data that its holder has not pushed can no longer be pushed"
-    );
-    prompt::confirm(&question, yes)?;
+    let is_frozen = room.run(|| mounts::is_frozen(home, name))?;
+    prompt::confirm(
+        &match is_frozen {
+            true => format!(
+                "Thaw {name}? If the machine that it was frozen for still runs at another site, there can be two of it"
+            ),
+            false => format!(
+                "Revoke the write lease of {name}? Data that its holder has not pushed can no longer be pushed"
+            ),
+        },
+        yes,
+    )?;
     let broken = room.run_async(|| mounts::break_lease(home, name)).await?;
     if json {
         return out::json(&broken);
@@ -96,7 +104,13 @@ pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -
         None if broken.damaged => out::note(&format!(
             "drover: replaced the damaged lease of {name}, and kept a copy beside it; the changes to the image are intact"
         )),
+        None if broken.thawed => {}
         None => out::note(&format!("drover: nobody held the write lease of {name}")),
+    }
+    if broken.thawed {
+        out::note(&format!(
+            "drover: thawed {name}: it can be mounted for writing"
+        ));
     }
     Ok(())
 }

@@ -86,17 +86,18 @@ struct Sample {
 }
 
 impl Show {
-    /// Shows a send to `peer` with these counters.
+    /// Shows a send to `peer` with these counters; a bar only if it is `alone` on the terminal.
     pub fn new(
         json: bool,
         dry_run: bool,
+        alone: bool,
         peer: String,
         counters: Arc<Counters>,
         wire: Arc<WireTotals>,
     ) -> Show {
         let mode = if json {
             Mode::Json
-        } else if std::io::stderr().is_terminal() {
+        } else if alone && std::io::stderr().is_terminal() {
             let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
             let style = "{prefix} {bar:16} {percent:>3}% {wide_msg}";
             bar.set_style(

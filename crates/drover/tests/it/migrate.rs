@@ -158,6 +158,26 @@ impl Moving {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn all_machines_of_a_host_move() {
+    let Some(sites) = Sites::new("all_machines_of_a_host_move") else {
+        return;
+    };
+    let evacuate = |options: &[&str]| {
+        let args = [&["evacuate", "far"], options].concat();
+        sites.world.run("near", &args).ok().out
+    };
+    assert_eq!(evacuate(&["--dry-run"]), "");
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 20).await;
+    assert!(evacuate(&["--dry-run"]).starts_with("web  qmp:"));
+    assert!(evacuate(&[]).ends_with("1 machine moved to far\n"));
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    assert_eq!(evacuate(&["--dry-run"]), "");
+}
+
 /// Waits until the guest at the destination has written on, and checks all of its records.
 async fn goes_on(here: &Qemu, there: &mut Qemu) {
     let last = here.said("beat").unwrap();
@@ -220,6 +240,11 @@ async fn a_machine_moves_and_comes_back() {
         };
         assert_eq!(events(from), "machine-left");
         assert_eq!(events(to), "machine-arrived");
+        let indexed = sites.world.run("near", &["images", "--json"]).ok().json();
+        assert!(
+            indexed.iter().any(|image| image["name"] == "web.raw"),
+            "{indexed:?}"
+        );
         here = there;
     }
     // What the machine wrote there is part of its image now.
@@ -321,6 +346,9 @@ async fn what_cannot_move_is_said() {
     world
         .run("near", &["migrate", &near, "far"])
         .fails(1, &["stays here", "no QEMU waits", "-incoming defer"]);
+    world
+        .run("near", &["evacuate", "far"])
+        .fails(1, &["1 of 1 machine did not move"]);
     let dry = world
         .run("near", &["migrate", &near, "far", "--dry-run", "--json"])
         .ok()

@@ -9,6 +9,7 @@ pub mod ends;
 mod exports;
 mod files;
 mod full;
+mod generations;
 mod leases;
 mod links;
 mod local;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use drover_core::{BlockDevice, Digest, ImageName, ReadAt};
 use drover_device::backend::NbdDevice;
 use drover_device::backend::nbd::NbdOptions;
-use drover_hypervisor::machine::{Machine, RunState};
+use drover_hypervisor::machine::{Data, Machine, RunState};
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::{HypervisorError, Rounds};
 use drover_image::{Conversion, Format, Layout, Outgoing};
@@ -38,6 +38,8 @@ pub struct Disks {
     pub offers: Vec<DiskOffer>,
     /// The machine's memory.
     pub memory_bytes: u64,
+    /// The files that they are, as far as they are files.
+    pub files: Vec<PathBuf>,
     /// Their block nodes.
     nodes: Vec<String>,
     /// What is written to them.
@@ -58,7 +60,7 @@ impl Disks {
             )));
         }
         let memory_bytes = machine.description().await?.memory;
-        let (mut nodes, mut offers) = (Vec::new(), Vec::new());
+        let (mut nodes, mut offers, mut files) = (Vec::new(), Vec::new(), Vec::new());
         let writable = machine.disks().await?.into_iter();
         let writable: Vec<_> = writable
             .filter_map(|disk| disk.medium)
@@ -73,10 +75,7 @@ impl Disks {
                     "disk {n} is encrypted by QEMU: its key does not move"
                 )));
             }
-            let image = match writable.len() {
-                1 => format!("{name}.raw"),
-                _ => format!("{name}-{n}.raw"),
-            };
+            let image = format!("{name}-{n}.raw");
             let image =
                 ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
             offers.push(DiskOffer {
@@ -85,11 +84,17 @@ impl Disks {
                 read_only: false,
             });
             nodes.push(medium.node.clone());
+            if let Data::File(path) = &medium.data
+                && path.is_absolute()
+            {
+                files.push(path.clone());
+            }
         }
         Ok(Disks {
             offers,
             memory_bytes,
             nodes,
+            files,
             rounds: None,
         })
     }

@@ -106,6 +106,8 @@ pub struct MoveReport {
     pub rounds: u32,
     /// The pause.
     pub pause: Pause,
+    /// The files of its disks that are left here, and that nothing uses any more.
+    pub left: Vec<PathBuf>,
     /// From begin to end.
     pub seconds: f64,
 }

@@ -97,7 +97,7 @@ impl Server {
     }
 
     /// Closes an image that is open but unused, or reports who uses it. The caller holds its [`Self::image_lock`].
-    fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
+    pub(super) fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let mut since = None;
         loop {
             let image = {
@@ -192,8 +192,7 @@ impl Server {
         })
     }
 
-    /// Ends a recorded claim: with `discard` the overlay is dropped, as it is part of the image now. Returns false, and
-    /// does nothing, if that claim no longer holds. Blocks on the disk.
+    /// Ends a recorded claim. Returns false, and does nothing, if that claim no longer holds. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: a disk error, or the image is still in use; the claim continues then.
@@ -201,8 +200,9 @@ impl Server {
         &self,
         name: &ImageName,
         key: (PeerKey, MountId),
-        discard: bool,
+        how: ClaimEnd,
     ) -> Result<bool, MountError> {
+        let discard = how != ClaimEnd::Kept;
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         let open = self.state.lock().open.get(name).cloned();
@@ -219,7 +219,11 @@ impl Server {
         }
         if discard {
             self.close_claimed(name)?;
+            let before = self.contents_before(name, &leases);
             self.discard(name, &mut leases)?;
+            if let (ClaimEnd::Merged(digest), Some(before)) = (how, before) {
+                self.keep_generations(name, before, digest);
+            }
         }
         leases.close(key.0, key.1, 0)?;
         Ok(true)
@@ -321,6 +325,17 @@ impl ReadAt for View {
     }
 }
 
+/// What becomes of the changes to an image when a claim ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimEnd {
+    /// They are kept.
+    Kept,
+    /// They are dropped: the image is what it was without them.
+    Dropped,
+    /// They are dropped, since they are part of the image, which has this digest now.
+    Merged(Digest),
+}
+
 /// Locks mounts out of an image until dropped.
 pub struct Claim {
     server: Arc<Server>,
@@ -341,12 +356,11 @@ impl Claim {
         self.view.image.while_held(self.key.0, self.key.1, what)
     }
 
-    /// Ends the claim permanently: with `discard` the overlay is dropped, as it is part of the image now. Views of it
-    /// must have been dropped.
+    /// Ends the claim permanently. Unless its changes are kept, views of it must have been dropped.
     ///
     /// # Errors
     /// As [`Server::end_claim`]'s: the claim remains recorded then.
-    pub fn end(self, discard: bool) -> Result<bool, MountError> {
+    pub fn end(self, how: ClaimEnd) -> Result<bool, MountError> {
         let (server, name, key) = (
             Arc::clone(&self.server),
             self.view.image.name().clone(),
@@ -355,7 +369,7 @@ impl Claim {
         let mut this = self;
         this.held = false;
         drop(this);
-        server.end_claim(&name, key, discard)
+        server.end_claim(&name, key, how)
     }
 
     /// Leaves the claim in place, to be ended by [`Server::end_claim`], possibly in a later process.

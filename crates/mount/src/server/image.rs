@@ -12,10 +12,12 @@ use drover_device::remote::{Change, Epoch};
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::changes;
+use drover_store::generations::{Generations, Recorded};
 use drover_store::lease::{Access, Holder, Identity, LeaseTable, Loss, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::overlays::{finish_discarding, refuse};
+use super::recording;
 use super::settler::{RunningGuard, Settler};
 use crate::protocol::{MAX_RUNS, refusal_of};
 
@@ -142,7 +144,7 @@ pub struct Image {
     /// The directory of its overlay and lease.
     directory: PathBuf,
     /// What mounts wrote over it.
-    overlay: OnceLock<Overlay>,
+    overlay: OnceLock<Recorded<Overlay>>,
     /// Held during a disk sync, so only locked by threads that may block.
     leases: Mutex<LeaseTable>,
     /// The lease edition whose writer staged the current epoch. Locked inside the leases.
@@ -221,22 +223,42 @@ impl Image {
         Ok(())
     }
 
-    fn overlay(&self) -> Result<&Overlay, Refusal> {
-        self.open_overlay().map_err(refuse)
+    /// The overlay, if there is one, below what records its changes.
+    fn opened(&self) -> Option<&Overlay> {
+        self.overlay.get().map(Recorded::inner)
     }
 
-    fn open_overlay(&self) -> Result<&Overlay, OverlayError> {
+    /// Opens the image for writing, whose contents were `before` until its writer came, and are `now`.
+    fn open_for_writing(&self, before: Identity, now: Identity) -> Result<(), Refusal> {
+        let overlay = self.open_overlay().map_err(refuse)?;
+        match overlay.generations() {
+            Some(generations) => generations
+                .begin(now.into())
+                .map_err(|e| refusal_of(e.into())),
+            None => {
+                let directory = self.own_directory().map_err(refuse)?;
+                let size = self.base.device.size();
+                let opened = recording::open(directory, &self.name, size, before, now)?;
+                opened.into_iter().for_each(|opened| overlay.record(opened));
+                Ok(())
+            }
+        }
+    }
+
+    fn own_directory(&self) -> Result<Arc<dyn Directory>, OverlayError> {
+        let opened = self.images.overlay(&self.directory);
+        opened.map_err(|source| OverlayError::Io {
+            doing: "make",
+            file: self.directory.display().to_string(),
+            source,
+        })
+    }
+
+    fn open_overlay(&self) -> Result<&Recorded<Overlay>, OverlayError> {
         if let Some(overlay) = self.overlay.get() {
             return Ok(overlay);
         }
-        let directory =
-            self.images
-                .overlay(&self.directory)
-                .map_err(|source| OverlayError::Io {
-                    doing: "make",
-                    file: self.directory.display().to_string(),
-                    source,
-                })?;
+        let directory = self.own_directory()?;
         let identity = overlay::Identity {
             base: self.base.digest,
             size: self.base.device.size(),
@@ -248,7 +270,7 @@ impl Image {
             ..overlay::Options::default()
         };
         let opened = Overlay::open(directory, base, identity, options)?;
-        Ok(self.overlay.get_or_init(|| opened))
+        Ok(self.overlay.get_or_init(|| Recorded::new(opened)))
     }
 
     /// Admits a mount. Returns the image's state, and whether that is the expected one. `granted` is called when it is
@@ -272,13 +294,19 @@ impl Image {
             epoch: self.committed(),
         };
         // Granting a lease changes only the edition.
-        let (_, fresh_before) = leases.edition(who, expected, state(0));
+        let (before, fresh_before) = leases.edition(who, expected, state(0));
+        if access == Access::ReadWrite && self.generations().is_none() && self.directory.is_dir() {
+            let directory = self.own_directory().map_err(refuse)?;
+            recording::check(directory, &self.name, state(before))?;
+        }
         leases.enter(who, access, now, connected)?;
         granted();
-        if access == Access::ReadWrite {
-            self.overlay()?;
-        }
         let (edition, fresh) = leases.edition(who, expected, state(0));
+        if access == Access::ReadWrite {
+            let before = state(before);
+            self.open_overlay().map_err(refuse)?;
+            self.open_for_writing(before, state(edition))?;
+        }
         Ok((state(edition), fresh || fresh_before))
     }
 
@@ -332,9 +360,14 @@ impl Image {
         leases.is_held_by(peer, mount).then(what)
     }
 
+    /// Its generations, once it was opened for writing.
+    pub fn generations(&self) -> Option<&Arc<Generations>> {
+        self.overlay.get().and_then(Recorded::generations)
+    }
+
     /// The parts of a range that mounts wrote, and whether they are zeros.
     pub fn changes_in(&self, range: std::ops::Range<u64>) -> Vec<(std::ops::Range<u64>, bool)> {
-        let overlay = self.overlay.get();
+        let overlay = self.opened();
         overlay.map_or_else(Vec::new, |overlay| overlay.changes_in(range))
     }
 
@@ -429,7 +462,7 @@ impl Image {
 
     /// The last committed epoch.
     pub fn committed(&self) -> u64 {
-        self.overlay.get().map_or(0, |device| device.committed().0)
+        self.opened().map_or(0, |device| device.committed().0)
     }
 
     /// Asks for the space that a peer's change takes, which is to be kept until the change is made.
@@ -441,7 +474,7 @@ impl Image {
         peer: &PeerKey,
         takes: impl FnOnce(&Overlay) -> u64,
     ) -> Result<Option<Room>, Refusal> {
-        let bytes = self.overlay.get().map_or(0, takes);
+        let bytes = self.opened().map_or(0, takes);
         let room = (bytes > 0).then(|| self.images.room(peer, bytes));
         room.transpose()
     }
@@ -471,7 +504,7 @@ impl Image {
     ) -> Result<(), Refusal> {
         self.check_lease(peer, mount)?;
         if epoch > self.committed()
-            && let Some(overlay) = self.overlay.get()
+            && let Some(overlay) = self.opened()
         {
             // The previous epoch must be copied first, which may take long: so not while holding the leases, for which
             // others wait. The seal reports any error again.
@@ -485,7 +518,11 @@ impl Image {
         }
         let overlay = self.next(epoch)?;
         let _room = self.room(&peer, |overlay| overlay.space_to_commit(Epoch(epoch)))?;
-        let sealed = overlay.seal(Epoch(epoch), covers);
+        let generations = self.generations();
+        let sealed = overlay.seal_after(Epoch(epoch), covers, |runs| {
+            let writing = generations.map(|generations| generations.before_writes(runs));
+            Ok(writing.transpose()?)
+        });
         sealed.map_err(|error| match error {
             OverlayError::NotWhole { .. } | OverlayError::NothingStaged(_) => {
                 Refusal::new(Code::OutOfOrder, error.to_string())
@@ -499,7 +536,7 @@ impl Image {
     /// Copies the last committed epoch into place; its reply need not wait for that. A failure is retried before the
     /// next change.
     pub fn settle(&self) {
-        if let Some(Err(error)) = self.overlay.get().map(Overlay::settle) {
+        if let Some(Err(error)) = self.opened().map(Overlay::settle) {
             tracing::warn!(%error, image = %self.name, "a committed epoch is not copied into the overlay yet; it will be retried");
         }
     }
@@ -521,7 +558,7 @@ impl Image {
 
     /// The staged epoch (0: none), what is staged of `epoch` from a byte on, and up to which byte that is complete.
     pub fn staged(&self, epoch: u64, from: u64) -> (u64, Vec<(u64, u64)>, u64) {
-        let Some(device) = self.overlay.get() else {
+        let Some(device) = self.opened() else {
             return (0, Vec::new(), self.base.device.size());
         };
         let now = device.staged_epoch().unwrap_or_default();
@@ -534,7 +571,7 @@ impl Image {
     /// # Errors
     /// A disk error.
     pub fn abandon(&self) -> Result<(), Refusal> {
-        match self.overlay.get() {
+        match self.opened() {
             Some(device) => device.abandon().map_err(refuse),
             None => Ok(()),
         }
@@ -555,7 +592,7 @@ impl Image {
 
     fn next(&self, epoch: u64) -> Result<&Overlay, Refusal> {
         let read_only = || refusal_of(DeviceError::ReadOnly);
-        let device = self.overlay.get().ok_or_else(read_only)?;
+        let device = self.opened().ok_or_else(read_only)?;
         let committed = device.committed().0;
         if epoch <= committed {
             let text = format!("epoch {epoch} cannot follow epoch {committed}");
@@ -591,6 +628,30 @@ impl Image {
         self.settler.wait().await;
     }
 }
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        let Some((overlay, Some(generations))) = self.overlay.take().map(Recorded::into_parts)
+        else {
+            return;
+        };
+        // The next process that opens the image finds it as it is recorded here.
+        let flushed = overlay.flush();
+        let now = Identity {
+            digest: self.base.digest,
+            edition: self.leases.get_mut().last_edition(),
+            epoch: overlay.committed().0,
+        };
+        drop(overlay);
+        let closed = flushed.and_then(|()| Ok(generations.close(now.into())?));
+        if let Err(error) = closed {
+            tracing::warn!(%error, image = %self.name, "the generations of an image were not closed cleanly");
+        }
+    }
+}
+
+#[cfg(test)]
+mod crash_tests;
 
 #[cfg(test)]
 mod tests {

@@ -4,6 +4,7 @@ mod blocked;
 mod claims;
 mod direct;
 mod early;
+mod generations;
 mod hostile;
 mod lease;
 mod local_stub;

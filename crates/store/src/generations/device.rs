@@ -1,32 +1,44 @@
 //! The stage that records the generations of what is written.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 
 use super::Generations;
 
-/// A device whose changes are recorded in its generations ahead of being made; trims and zeroes, too. Without any, it only
-/// forwards. Refuses changes while the disk is frozen.
+/// A device whose changes are recorded in its generations ahead of being made; trims and zeroes, too. Before it is told of
+/// any, it only forwards. Refuses changes while the disk is frozen.
 pub struct Recorded<D> {
     inner: D,
-    generations: Option<Arc<Generations>>,
+    generations: OnceLock<Arc<Generations>>,
 }
 
 impl<D> Recorded<D> {
-    /// Records the changes of `inner`, which has the size that the generations were opened with.
-    pub fn new(inner: D, generations: Option<Arc<Generations>>) -> Self {
+    /// Records nothing yet.
+    pub fn new(inner: D) -> Self {
+        let generations = OnceLock::new();
         Self { inner, generations }
     }
 
-    /// The device below.
+    /// Records what is changed from now on. The generations were opened for the size of the device; those that it was told
+    /// of first stay.
+    pub fn record(&self, generations: Arc<Generations>) {
+        let _ = self.generations.set(generations);
+    }
+
+    /// The device below. What is changed there is not recorded.
     pub fn inner(&self) -> &D {
         &self.inner
     }
 
     /// Its generations.
     pub fn generations(&self) -> Option<&Arc<Generations>> {
-        self.generations.as_ref()
+        self.generations.get()
+    }
+
+    /// The device below, and its generations.
+    pub fn into_parts(self) -> (D, Option<Arc<Generations>>) {
+        (self.inner, self.generations.into_inner())
     }
 }
 
@@ -37,7 +49,7 @@ impl<D: BlockDevice> Recorded<D> {
         length: u64,
         make: impl FnOnce(&D) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        let Some(generations) = &self.generations else {
+        let Some(generations) = self.generations.get() else {
             return make(&self.inner);
         };
         check_range(offset, length, self.inner.size())?;
@@ -91,7 +103,7 @@ impl<D: BlockDevice> BlockDevice for Recorded<D> {
 
     fn write_cost(&self, offset: u64, length: u64) -> Cost {
         // A region is recorded on a disk.
-        match self.generations {
+        match self.generations.get() {
             Some(_) => self.inner.write_cost(offset, length).max(Cost::Disk),
             None => self.inner.write_cost(offset, length),
         }

@@ -6,14 +6,15 @@ use drover_storage::chunk_map::{ChunkMap, ChunkValue};
 
 use super::summary::Summary;
 use super::units::{CHUNK, MAX_AGE, MAX_SIZE, Seed};
+use crate::lease::Identity;
 use crate::machine::Generation;
 
 /// Records that are not about chunks. The generations up to `first` are not told apart.
 const FLOOR: u8 = 224;
 /// Generation `first` has begun; `mask` is its tag.
 const GENERATION: u8 = 225;
-/// The disk is frozen.
-pub(super) const FROZEN: u8 = 226;
+/// The disk is frozen: the image that `mask` is of.
+const FROZEN: u8 = 226;
 /// The disk has the contents with version `first` and identity `mask`, and is closed.
 const CLOSED: u8 = 227;
 /// The same of the contents when it was opened for changes.
@@ -22,45 +23,53 @@ const OPEN: u8 = 228;
 /// What a disk contains, by what its owner knows without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contents {
-    /// Of everything that changes when the contents are exchanged: for an image, its digest and the edition of its changes.
+    /// Of the image.
+    base: u64,
+    /// Of the image and the edition of its changes.
     identity: u64,
     /// Grows with each change: for an image, the last committed epoch.
     version: u64,
 }
 
 impl Contents {
-    /// Contents that are told from others by `parts`, in this version of theirs.
+    /// The contents of an image that is told from others by `base`, with changes of an edition, which grows when there are
+    /// others in their place, in a version of theirs.
     #[must_use]
-    pub fn new(parts: &[&[u8]], version: u64) -> Self {
-        let mut hasher = blake3::Hasher::new_derive_key("drover 2026-11 generations: contents");
-        for part in parts {
-            hasher
-                .update(&(part.len() as u64).to_le_bytes())
-                .update(part);
+    pub fn new(base: &[u8], edition: u64, version: u64) -> Self {
+        let hash = |edition: &[u8]| {
+            let mut hasher = blake3::Hasher::new_derive_key("drover 2026-11 generations: contents");
+            let hash = hasher.update(edition).update(base).finalize();
+            let bytes = hash.as_bytes().first_chunk();
+            bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes))
+        };
+        Self {
+            base: hash(b"base"),
+            identity: hash(&edition.to_le_bytes()),
+            version,
         }
-        let hash = hasher.finalize();
-        let identity = hash
-            .as_bytes()
-            .first_chunk()
-            .map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        Self { identity, version }
     }
 }
 
-/// The contents that a map is of.
+impl From<Identity> for Contents {
+    fn from(of: Identity) -> Self {
+        Self::new(&of.digest.0, of.edition, of.epoch)
+    }
+}
+
+/// The contents that a map is of: their identity and version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Noted {
     /// Exactly these.
-    Closed(Contents),
+    Closed(u64, u64),
     /// These, or a later version.
-    Open(Contents),
+    Open(u64, u64),
 }
 
 impl Noted {
     pub fn record(self) -> Record {
         match self {
-            Self::Closed(of) => note(CLOSED, of.version, of.identity),
-            Self::Open(of) => note(OPEN, of.version, of.identity),
+            Self::Closed(identity, version) => note(CLOSED, version, identity),
+            Self::Open(identity, version) => note(OPEN, version, identity),
         }
     }
 }
@@ -130,8 +139,9 @@ pub(super) struct Line {
     /// The tags of the later ones; the last is the current generation's.
     tags: Vec<u64>,
     ages: ChunkMap<Age>,
-    pub frozen: bool,
-    pub noted: Option<Noted>,
+    /// The image that is frozen.
+    frozen: Option<u64>,
+    noted: Option<Noted>,
 }
 
 impl Line {
@@ -143,7 +153,7 @@ impl Line {
             floor: 0,
             tags: vec![tag()],
             ages: ChunkMap::default(),
-            frozen: false,
+            frozen: None,
             noted: None,
         }
     }
@@ -156,7 +166,7 @@ impl Line {
             floor: of.floor,
             tags: of.tags.clone(),
             ages: ChunkMap::default(),
-            frozen: false,
+            frozen: None,
             noted: None,
         };
         for (chunks, age) in of.chunks() {
@@ -186,17 +196,13 @@ impl Line {
             floor: 0,
             tags: Vec::new(),
             ages: ChunkMap::default(),
-            frozen: false,
+            frozen: None,
             noted: None,
         })
     }
 
     /// Takes a record of the log.
     pub fn replay(&mut self, record: Record) -> Result<(), String> {
-        let contents = Contents {
-            identity: record.mask,
-            version: record.first,
-        };
         match record.state {
             FLOOR if !self.tags.is_empty() => return Err("a floor after a generation".into()),
             FLOOR if record.first >= u64::MAX / 2 => return Err("a generation beyond all".into()),
@@ -209,11 +215,11 @@ impl Line {
             }
             GENERATION => {
                 self.tags.push(record.mask);
-                self.frozen = false;
+                self.frozen = None;
             }
-            FROZEN => self.frozen = true,
-            CLOSED => self.noted = Some(Noted::Closed(contents)),
-            OPEN => self.noted = Some(Noted::Open(contents)),
+            FROZEN => self.frozen = Some(record.mask),
+            CLOSED => self.noted = Some(Noted::Closed(record.mask, record.first)),
+            OPEN => self.noted = Some(Noted::Open(record.mask, record.first)),
             age if age > self.age() => return Err("a chunk of a generation to come".into()),
             _ => return self.ages.replay(record, self.size.div_ceil(CHUNK)),
         }
@@ -225,9 +231,7 @@ impl Line {
         let mut records = vec![note(FLOOR, self.floor, 0)];
         let generations = (self.floor + 1..).zip(&self.tags);
         records.extend(generations.map(|(nth, tag)| note(GENERATION, nth, *tag)));
-        if self.frozen {
-            records.push(note(FROZEN, 0, 0));
-        }
+        records.extend(self.frozen.map(|base| note(FROZEN, 0, base)));
         records.extend(self.noted.map(Noted::record));
         records.extend(self.ages.snapshot());
         records
@@ -266,7 +270,7 @@ impl Line {
             self.raise_floor();
         }
         self.tags.push(tag());
-        self.frozen = false;
+        self.frozen = None;
         note(
             GENERATION,
             self.generation().0,
@@ -286,10 +290,40 @@ impl Line {
         self.tags.drain(..usize::from(by));
     }
 
-    /// Notes its contents, closed; returns the record.
+    /// Notes its contents, open for changes; returns the record.
+    pub fn opened(&mut self, now: Contents) -> Vec<Record> {
+        let noted = Noted::Open(now.identity, now.version);
+        self.noted = Some(noted);
+        vec![noted.record()]
+    }
+
+    /// Notes its contents, closed; returns the records.
     pub fn closed(&mut self, now: Contents) -> Vec<Record> {
-        self.noted = Some(Noted::Closed(now));
-        vec![Noted::Closed(now).record()]
+        let noted = Noted::Closed(now.identity, now.version);
+        self.noted = Some(noted);
+        let mut records = match self.frozen {
+            Some(_) => self.freeze_as(now),
+            None => Vec::new(),
+        };
+        records.push(noted.record());
+        records
+    }
+
+    /// Freezes it, with these contents; returns the records.
+    pub fn freeze(&mut self, now: Contents) -> Vec<Record> {
+        self.frozen = Some(now.base);
+        self.closed(now)
+    }
+
+    /// Freezes the image that these contents are of, whatever is known of the map; returns the records.
+    pub fn freeze_as(&mut self, now: Contents) -> Vec<Record> {
+        self.frozen = Some(now.base);
+        vec![note(FROZEN, 0, now.base)]
+    }
+
+    /// Whether the image with these contents is frozen, whatever was changed in it.
+    pub fn is_frozen(&self, now: Contents) -> bool {
+        self.frozen == Some(now.base)
     }
 
     /// Whether it is of a disk with these contents.
@@ -297,9 +331,11 @@ impl Line {
         self.size == size
             && match self.noted {
                 None => false,
-                Some(Noted::Closed(noted)) => noted == now,
-                Some(Noted::Open(noted)) => {
-                    noted.identity == now.identity && noted.version <= now.version
+                Some(Noted::Closed(identity, version)) => {
+                    (identity, version) == (now.identity, now.version)
+                }
+                Some(Noted::Open(identity, version)) => {
+                    identity == now.identity && version <= now.version
                 }
             }
     }
@@ -308,7 +344,7 @@ impl Line {
         About {
             seed: self.seed,
             generation: self.generation(),
-            frozen: self.frozen,
+            frozen: self.frozen.is_some(),
         }
     }
 
@@ -331,7 +367,7 @@ impl Line {
             unit: CHUNK,
             floor: self.floor,
             tags: self.tags.clone(),
-            over: self.frozen,
+            over: self.frozen.is_some(),
             runs,
         }
     }

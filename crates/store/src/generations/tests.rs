@@ -15,7 +15,7 @@ const CHUNKS: u64 = 150;
 const SIZE: u64 = CHUNKS * CHUNK - 5000;
 
 fn contents(version: u64) -> Contents {
-    Contents::new(&[b"disk"], version)
+    Contents::new(b"disk", 1, version)
 }
 
 fn open_at(directory: &FakeDirectory, version: u64) -> Generations {
@@ -249,7 +249,7 @@ fn a_map_is_believed_only_of_its_contents() {
     for version in [7, 9] {
         assert_ne!(open_at(&directory.after_kill(), version).about().seed, seed);
     }
-    let other = Contents::new(&[b"another"], 8);
+    let other = Contents::new(b"another", 1, 8);
     let open = |size, now| {
         let directory = Arc::new(directory.after_kill());
         Generations::open(directory, size, now)
@@ -282,7 +282,7 @@ fn a_frozen_disk_stays_frozen_whatever_becomes_of_its_contents() {
     drop(map);
     for seed in 0..20 {
         let crashed: Arc<dyn Directory> = Arc::new(directory.after_crash(seed));
-        assert!(look(crashed).unwrap().unwrap().frozen);
+        assert!(look(crashed, contents(99)).unwrap().unwrap().frozen);
     }
     let map = open_at(&directory, 99);
     assert!(map.is_frozen() && map.summary().is_none());
@@ -290,9 +290,30 @@ fn a_frozen_disk_stays_frozen_whatever_becomes_of_its_contents() {
         map.begin(contents(99)),
         Err(GenerationsError::Frozen)
     ));
+    // Under another name it is the same disk, and of another image nothing is known.
     map.thaw().unwrap();
     map.begin(contents(99)).unwrap();
     assert_ne!(map.about().seed, seed, "a new line");
+    map.freeze(contents(99)).unwrap();
+    let merged = Contents::new(b"merged", 2, 0);
+    map.rename(merged).unwrap();
+    assert!(map.is_frozen());
+    let look = |now| look(Arc::new(directory.after_kill()), now).unwrap();
+    assert!(look(merged).unwrap().frozen);
+    assert!(look(Contents::new(b"merged", 5, 7)).unwrap().frozen);
+    assert_eq!(look(contents(99)), None);
+    drop(map);
+    let map = Generations::open(
+        Arc::new(directory.clone()),
+        SIZE,
+        Contents::new(b"merged", 5, 7),
+    );
+    let map = map.unwrap();
+    assert!(map.is_frozen() && map.summary().is_none());
+    map.rename(Contents::new(b"again", 0, 0)).unwrap();
+    assert!(look(Contents::new(b"again", 1, 1)).unwrap().frozen);
+    map.thaw().unwrap();
+    map.rename(contents(99)).unwrap();
     drop(map);
     assert!(!open_at(&directory, 99).is_frozen());
 }
@@ -349,7 +370,9 @@ fn the_device_records_every_kind_of_change_and_refuses_them_when_frozen() {
     let map = Arc::new(open_at(&FakeDirectory::default(), 0));
     map.begin(contents(0)).unwrap();
     let probe = Arc::new(Probe::able(SIZE));
-    let device = Recorded::new(probe.clone(), Some(map.clone()));
+    let device = Recorded::new(probe.clone());
+    device.write(70 * CHUNK, &[1]).unwrap();
+    device.record(map.clone());
     assert_eq!(device.capabilities(), probe.capabilities());
     assert_eq!(device.size(), SIZE);
     device.write(CHUNK - 1, &[1; 2]).unwrap();
@@ -365,7 +388,7 @@ fn the_device_records_every_kind_of_change_and_refuses_them_when_frozen() {
     let written = ranges(&[0..2, 10..11, CHUNKS - 1..CHUNKS]);
     assert_eq!(map.newer_than(Generation(0)).unwrap(), written);
     assert_eq!(
-        probe.calls()[..3],
+        probe.calls()[1..4],
         [
             Call::Write(CHUNK - 1, 2),
             Call::Trim(10 * CHUNK, CHUNK),
@@ -385,7 +408,7 @@ fn the_device_records_every_kind_of_change_and_refuses_them_when_frozen() {
     }
     assert_eq!(probe.calls().len(), calls);
     device.read(0, &mut [0]).unwrap();
-    let plain = Recorded::new(MemoryDevice::new(SIZE), None);
+    let plain = Recorded::new(MemoryDevice::new(SIZE));
     plain.write(0, &[1]).unwrap();
 }
 

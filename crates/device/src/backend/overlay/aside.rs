@@ -8,6 +8,7 @@ use drover_core::BLOCK_SIZE_U64;
 use super::redo::{Redo, epoch_of};
 use super::states::Logged;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
+use crate::remote::Epoch;
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
 
@@ -23,6 +24,8 @@ pub struct Summary {
     pub identity: Identity,
     /// Bytes that differ from the image, including a committed epoch that is not copied yet.
     pub changed: u64,
+    /// The last committed epoch, as in [`super::Overlay::committed`].
+    pub committed: Epoch,
 }
 
 /// Summarizes the overlay in a directory, even while it is open elsewhere and may be changing. None if there is no
@@ -41,30 +44,37 @@ pub fn summary(directory: &Arc<dyn Directory>) -> Result<Option<Summary>, Overla
     };
     let mut logged = Logged::default();
     opened.read(|record| logged.take(record, identity.size))?;
-    let blocks = logged.states.count() + waiting(directory.as_ref(), &logged, &identity);
+    let (more, sealed) = waiting(directory.as_ref(), &logged, &identity);
+    let blocks = logged.states.count() + more;
     Ok(Some(Summary {
         changed: (blocks * BLOCK_SIZE_U64).min(identity.size),
         identity,
+        committed: sealed.unwrap_or(Epoch(logged.epoch)),
     }))
 }
 
-/// Blocks changed only by a committed epoch that is not copied yet. A process that has the overlay open may be copying
+/// Blocks changed only by a committed epoch that is not copied yet, and that epoch. A process that has the overlay open may be copying
 /// it right now: then the log may count them already, or will at the next call.
-fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u64 {
+fn waiting(
+    directory: &dyn Directory,
+    logged: &Logged,
+    identity: &Identity,
+) -> (u64, Option<Epoch>) {
     let names = directory.list().unwrap_or_default();
     let epochs = names.iter().filter_map(|name| epoch_of(name));
-    let mut blocks = 0;
+    let (mut blocks, mut sealed) = (0, None);
     for epoch in epochs.filter(|epoch| epoch.0 > logged.epoch) {
         let found = Redo::skim(directory, epoch, &identity.base, identity.size);
         let Ok(Some(states)) = found else {
             continue;
         };
+        sealed = sealed.max(Some(epoch));
         let changed = states.recorded().map(|run| run.0);
         blocks += changed
             .map(|run| logged.states.unrecorded(run))
             .sum::<u64>();
     }
-    blocks
+    (blocks, sealed)
 }
 
 /// Discards the overlay in a directory: atomically there is none, also after a crash, and then its space is freed.

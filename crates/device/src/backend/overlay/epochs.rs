@@ -171,7 +171,7 @@ impl Overlay {
     /// # Errors
     /// As [`Overlay::seal`].
     pub fn commit(&self, epoch: Epoch) -> Result<(), OverlayError> {
-        self.seal_staged(epoch, None)?;
+        self.seal_staged(epoch, None, |_| Ok(()))?;
         if let Err(error) = self.settle() {
             tracing::warn!(%error, epoch = epoch.0, "a committed epoch is not copied into its overlay yet");
         }
@@ -188,10 +188,29 @@ impl Overlay {
     /// is not committed and stays staged; or a sync failed and it must be staged again entirely.
     /// [`OverlayError::Broken`]: whether it is committed is unknown until the overlay is reopened.
     pub fn seal(&self, epoch: Epoch, covers: u64) -> Result<(), OverlayError> {
-        self.seal_staged(epoch, Some(covers))
+        self.seal_after(epoch, covers, |_| Ok(()))
     }
 
-    fn seal_staged(&self, epoch: Epoch, covers: Option<u64>) -> Result<(), OverlayError> {
+    /// As [`Overlay::seal`], but calls `before` with the runs `(offset, length)` of the device that the epoch changes, in order,
+    /// before it is committed. What it returns is dropped when that is done. Not called for an epoch that is committed.
+    ///
+    /// # Errors
+    /// As [`Overlay::seal`], and those of `before`: the epoch stays staged.
+    pub fn seal_after<T>(
+        &self,
+        epoch: Epoch,
+        covers: u64,
+        before: impl FnOnce(&mut dyn Iterator<Item = (u64, u64)>) -> Result<T, DeviceError>,
+    ) -> Result<(), OverlayError> {
+        self.seal_staged(epoch, Some(covers), before)
+    }
+
+    fn seal_staged<T>(
+        &self,
+        epoch: Epoch,
+        covers: Option<u64>,
+        before: impl FnOnce(&mut dyn Iterator<Item = (u64, u64)>) -> Result<T, DeviceError>,
+    ) -> Result<(), OverlayError> {
         self.writable()?;
         let mut staging = self.staging.lock();
         if epoch > self.committed() {
@@ -215,10 +234,17 @@ impl Overlay {
             }),
             _ => self.reserve(&redo),
         };
-        if let Err(error) = whole {
-            staging.redo = Some(redo);
-            return Err(error);
-        }
+        let whole = whole.and_then(|()| {
+            let mut runs = redo.all().map(|piece| self.bytes_of(piece.0));
+            before(&mut runs).map_err(OverlayError::Base)
+        });
+        let _before = match whole {
+            Ok(kept) => kept,
+            Err(error) => {
+                staging.redo = Some(redo);
+                return Err(error);
+            }
+        };
         let result = self.seal_redo(&mut redo);
         match result {
             Ok(()) => {
