@@ -9,17 +9,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use self::machine::{Disk, Start};
-use self::watched::{Bench, Moved};
+use self::machine::{Disk, NAMES, QEMU, Start};
+use self::watched::{Bench, MB, Moved};
 use super::lines::{Line, REFERENCE, line};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
 use crate::rivals;
 use crate::setup::{Lab, must_be_same};
 
-const MB: f64 = 1e6;
-/// The two ends.
-const NAMES: [&str; 2] = ["near", "far"];
-const QEMU: &str = "qemu-system-x86_64";
 /// The disk with the records: in a pause, and in a whole migration, which lasts longer.
 const SMALL_DISK: u64 = 4 << 20;
 const DISK: u64 = 32 << 20;

@@ -14,6 +14,10 @@ use serde_json::json;
 use super::super::qmp::Qmp;
 use crate::shell;
 
+/// The two ends.
+pub const NAMES: [&str; 2] = ["near", "far"];
+/// The program.
+pub const QEMU: &str = "qemu-system-x86_64";
 /// Timeout for what the guest says: verifying reads every record.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Polling interval of the console.

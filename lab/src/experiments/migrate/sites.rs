@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::NAMES;
+use super::machine::NAMES;
 use crate::link::Side;
 use crate::shell;
 use crate::site::{Where, terminate};

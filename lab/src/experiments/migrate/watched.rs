@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use drover_hypervisor::testing::Guest;
 
-use super::machine::{Beat, Disk, Machine, Start};
+use super::machine::{Beat, Disk, Machine, NAMES, QEMU, Start};
 use super::sites::{Done, Sites};
-use super::{MB, NAMES, QEMU};
 use crate::bench::Figure;
 use crate::experiments::lines::{Line, Net};
 use crate::setup::{Lab, Work};
 use crate::shell;
 
+/// Bytes.
+pub const MB: f64 = 1e6;
 /// How long a guest is watched before it moves.
 const BEFORE: Duration = Duration::from_secs(4);
 /// Records that a guest makes before it is watched, and after it has moved.
