@@ -69,7 +69,7 @@ pub const WHOLE: Experiment = Experiment {
         "Here it has a second disk, with the library's bookworm with nginx and php, which is compared with its original afterwards; the records are on the first, of 32 MiB. \
 Drover moves it to an *empty* site; to one that has been sent bookworm-plain (*similar*); and, ten seconds of writing after the first, *back*, where `drover index` has been told of the files \
 that were left. `blockdev-mirror` is what libvirt, Proxmox and LXD drive: NBD exports of the destination, mirrors, then memory, over plain TCP, \
-without the round trips of their controllers. *Seconds* are from the command until it has ended; *MB* are IP bytes both ways; \
+without the round trips of their controllers. *Seconds* are from the command until it has ended; *MB* are IP bytes both ways, *memory* is QEMU's stream before drover compresses it; \
 *records a second* before, and from the command until the pause; *held* is the time for which drover stops a machine with several disks, so that their images are of one moment, \
 and the *longest gap* between two records is in the same time as *during*."
     ),

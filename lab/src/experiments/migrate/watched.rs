@@ -159,7 +159,8 @@ impl Bench {
         Ok(Moved {
             seconds,
             pause_ms: (resumed - stopped) * 1e3,
-            held_ms: held * 1e3,
+            // An empty sum is -0.
+            held_ms: held.abs() * 1e3,
             beat_ms: millis(first.at - last.at) - missed * usual,
             link_mb: (out + back) as f64 / MB,
             records_before: rate(before, begun - BEFORE, begun),
