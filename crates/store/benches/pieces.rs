@@ -2,22 +2,21 @@
 //!
 //! `cargo bench -p drover-store`, 2 minutes, in `TMPDIR`, which should be on a disk. Each pass writes 256 MiB in a row, or
 //! 16,384 blocks anywhere in 1 GiB, and flushes: to a file, to the same file with its generations recorded, and with a new
-//! generation begun before each pass, so that all of it is recorded again.
+//! generation begun before each pass, so that all of it is recorded again. The median of the passes is shown.
 
 use std::fs::File;
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
-use criterion::{
-    BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main,
-};
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use drover_core::BlockDevice;
 use drover_device::backend::{FileDevice, MemoryDevice};
 use drover_storage::HostDirectory;
 use drover_store::generations::{Contents, Generations, Recorded};
 
 const SIZE: u64 = 1 << 30;
+const ROUNDS: usize = 41;
 
 fn map(at: &std::path::Path) -> Arc<Generations> {
     let directory = HostDirectory::open(at).expect("a directory");
@@ -45,7 +44,9 @@ fn random(device: &dyn BlockDevice, rng: &mut fastrand::Rng) {
     device.flush().expect("flushes");
 }
 
-fn written(c: &mut Criterion) {
+type Write<'a> = &'a mut dyn FnMut(&dyn BlockDevice);
+
+fn written(_: &mut Criterion) {
     let temporary = tempfile::tempdir().expect("a directory");
     let path = temporary.path().join("disk");
     let create = || {
@@ -63,39 +64,40 @@ fn written(c: &mut Criterion) {
     for _ in 0..4 {
         sequential(&plain, &mut 0);
     }
-    let mut group = c.benchmark_group("written");
-    group
-        .sampling_mode(SamplingMode::Flat)
-        .sample_size(20)
-        .measurement_time(Duration::from_secs(15));
-    for (way, device, track) in [
-        ("file", &plain, false),
-        ("recorded", &recorded, false),
-        ("new generation", &recorded, true),
-    ] {
-        let begin = || {
-            if track {
-                map.track().expect("a generation");
-            }
-        };
-        group.throughput(Throughput::Bytes(256 << 20));
-        group.bench_function(BenchmarkId::new("sequential", way), |b| {
-            let mut at = 0;
-            b.iter(|| {
-                begin();
-                sequential(device, &mut at);
-            });
+    // By turns, since a disk is not as fast at one moment as at the next; criterion measures one after the other.
+    let turn = |device: &dyn BlockDevice, track: bool, write: Write<'_>| {
+        let began = Instant::now();
+        if track {
+            map.track().expect("a generation");
+        }
+        write(device);
+        began.elapsed()
+    };
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut at = 0;
+    let ways: [(&str, Write<'_>); 2] = [
+        ("sequential", &mut |device| sequential(device, &mut at)),
+        ("random 4 KiB", &mut |device| random(device, &mut rng)),
+    ];
+    for (name, write) in ways {
+        let mut times = [const { Vec::new() }; 3];
+        for _ in 0..ROUNDS {
+            times[0].push(turn(&plain, false, write));
+            times[1].push(turn(&recorded, false, write));
+            times[2].push(turn(&recorded, true, write));
+        }
+        let medians = times.map(|mut times| {
+            times.sort_unstable();
+            times[ROUNDS / 2].as_secs_f64() * 1e3
         });
-        group.throughput(Throughput::Bytes(16_384 * 4096));
-        group.bench_function(BenchmarkId::new("random 4 KiB", way), |b| {
-            let mut rng = fastrand::Rng::with_seed(1);
-            b.iter(|| {
-                begin();
-                random(device, &mut rng);
-            });
-        });
+        let [file, recorded, new] = medians;
+        let more = |time: f64| (time / file - 1.0) * 100.0;
+        println!(
+            "written/{name}: file {file:.1} ms, recorded {recorded:.1} ms ({:+.1} %), new generation {new:.1} ms ({:+.1} %)",
+            more(recorded),
+            more(new)
+        );
     }
-    group.finish();
 }
 
 /// The stage alone: a device in memory.
