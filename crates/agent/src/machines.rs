@@ -16,6 +16,14 @@ pub struct CloseMachine {
 }
 request!(CloseMachine: "machine.close", Manage, () => ());
 
+/// Request: give up a move to this site, see [`drover_migrate::Moves::give_up`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RefuseMachine {
+    /// The machine's name.
+    pub name: ImageName,
+}
+request!(RefuseMachine: "machine.refuse", Manage, () => ());
+
 /// A machine, as reported to users.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MachineInfo {
@@ -38,7 +46,7 @@ impl MachineInfo {
         let (state, peer) = match (&record.under_way, &record.owner) {
             (Some(Move::Leaving(_, to)), _) => ("leaving", Some(to)),
             (Some(Move::Committed(_, to)), _) => ("committed", Some(to)),
-            (Some(Move::Coming(_, from)), _) => ("coming", Some(from)),
+            (Some(Move::Coming(_, from, _)), _) => ("coming", Some(from)),
             (Some(Move::Taken(_, from)), _) => ("starting", Some(from)),
             (None, Owner::Here) => ("here", None),
             (None, Owner::There(at)) => ("away", Some(at)),

@@ -14,7 +14,7 @@ use drover_agent::audit::{Event, Record};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::images::Indexer;
-use drover_agent::machines::{self, CloseMachine};
+use drover_agent::machines::{self, CloseMachine, RefuseMachine};
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
 use drover_agent::site;
@@ -24,6 +24,7 @@ use drover_core::ImageName;
 use drover_hypervisor::{HypervisorError, Machine};
 use drover_migrate::{MigrateError, MoveOptions};
 use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
+use drover_store::machine::Machines;
 use drover_teleport::SendOptions;
 
 use crate::cli::{Hypervisor, MigrateArgs};
@@ -176,6 +177,18 @@ async fn connect(home: &Home, hypervisor: &Hypervisor) -> Result<(Option<Machine
         Some((name, _)) => Some(name.clone()),
         None => machine.description().await?.name,
     };
+    let of_another = |name: &&String| {
+        let config = home.config.machines.get(*name);
+        config.is_some_and(|config| config.incoming != hypervisor.socket)
+    };
+    // Its record and its disks are not this one's.
+    if let Some(name) = named.as_ref().filter(of_another) {
+        let other = &home.config.machines[name].incoming;
+        return Err(usage(format!(
+            "the machine called {name} of this site is at {} (config.toml): start this one under another name",
+            other.display()
+        )));
+    }
     let name = match named {
         Some(name) => name,
         None => {
@@ -297,7 +310,14 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
             "no machine called {name} has moved; see `drover migrate --list`"
         )));
     };
-    if matches!(known.state, "leaving" | "committed") {
+    let mut said = "stays here";
+    if matches!(known.state, "coming" | "starting") {
+        refuse(home, name, &records).await?;
+        said = match known.state {
+            "coming" => "does not come here",
+            _ => "is here, and has to be started by hand",
+        };
+    } else if matches!(known.state, "leaving" | "committed") {
         let machine = match known.hypervisor.as_deref().map(str::parse::<Hypervisor>) {
             Some(Ok(hypervisor)) => Machine::connect(&hypervisor.socket).await.map(Some),
             _ => Ok(None),
@@ -319,5 +339,16 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
     if json {
         return out::json(&serde_json::json!({"event": "aborted", "machine": name.as_str()}));
     }
-    out::line(&format!("{name}: stays here"))
+    out::line(&format!("{name}: {said}"))
+}
+
+/// Has the site give up a move to it, or does it in its place.
+async fn refuse(home: &Home, name: &ImageName, records: &Machines) -> Result<()> {
+    let ask = RefuseMachine { name: name.clone() };
+    match Call::local(home).await? {
+        Some(call) => Ok(call.ask(&ask, |()| {}).await?),
+        None => drover_migrate::give_up(None, records, name, &work(home, name))
+            .await
+            .map_err(|e| failed(e, "")),
+    }
 }

@@ -1,9 +1,10 @@
 //! Takes machines that other sites send: drives the leechers.
 
+mod conversation;
 mod hypervisor;
 mod services;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -11,21 +12,18 @@ use std::sync::Arc;
 
 use drover_core::{BlockDevice, ImageName};
 use drover_device::backend::nbd::NbdAddress;
-use drover_hypervisor::machine::{Capability, Data, Machine, MigrationStatus, RunState};
-use drover_net::service::{IncomingCall, Peer};
+use drover_hypervisor::machine::{Machine, RunState};
+use drover_net::service::Peer;
 use drover_net::{Code, Refusal};
-use drover_store::machine::{
-    MAX_DISKS, MachineLock, MachineRecord, Machines, Move, Other, Owner, Token,
-};
+use drover_store::machine::{MachineLock, MachineRecord, Machines, Move, Other, Owner, Token};
 use parking_lot::Mutex;
-use tokio::sync::watch;
 
-use self::hypervisor::{arrived, attach};
+use self::hypervisor::{abandon, arrived};
 pub use self::services::{Conversations, DiskWrites, MemoryStreams};
+use crate::disks::Writing;
 use crate::error::MigrateError;
 use crate::leecher::{Action, Event, Leecher};
-use crate::protocol::{Answer, Ask, MAX_WHY, OpenMove, kind};
-use crate::talk::Talk;
+use crate::protocol::Ask;
 
 /// Upper bound on moves to a site at once.
 const MAX_MOVES: usize = 64;
@@ -58,12 +56,22 @@ pub trait Site: Send + Sync + 'static {
     /// The records of machines.
     fn machines(&self) -> &Machines;
 
-    /// Whether the machine may come.
+    /// Whether the machine may come from this peer, with images of these names, which may not exist yet.
     ///
     /// # Errors
     /// When it may not, with the way out.
-    fn allow<'a>(&'a self, peer: &'a Peer, offer: &'a OpenMove)
-    -> Pending<'a, Result<(), Refusal>>;
+    fn allow<'a>(
+        &'a self,
+        peer: &'a Peer,
+        machine: &'a ImageName,
+        disks: &'a [ImageName],
+    ) -> Pending<'a, Result<(), Refusal>>;
+
+    /// The QMP socket of the machine's hypervisor, which may not run.
+    ///
+    /// # Errors
+    /// When the machine is not expected.
+    fn hypervisor(&self, machine: &ImageName) -> Result<PathBuf, Refusal>;
 
     /// Told of what becomes of a machine.
     fn happened(&self, machine: &ImageName, from: &Other, what: Happened<'_>);
@@ -104,6 +112,8 @@ struct Coming {
     leecher: Leecher,
     from: Other,
     prepared: Option<Prepared>,
+    /// The conversation that counts: the newest. What an older one still says is late.
+    conversation: u64,
     /// Until the move is over.
     lock: Option<MachineLock>,
 }
@@ -117,18 +127,20 @@ impl Coming {
     }
 }
 
+/// A machine by its name: what comes of it, if anything.
+type Entry = Arc<tokio::sync::Mutex<Option<Coming>>>;
+
 #[derive(Clone)]
 struct Prepared {
     hypervisor: Machine,
     disks: Vec<Served>,
-    /// Becomes true when nothing may be written any more by the other site.
-    over: Arc<watch::Sender<bool>>,
+    writing: Writing,
 }
 
 /// All moves to a site.
 pub struct Moves<S> {
     site: Arc<S>,
-    coming: Mutex<HashMap<ImageName, Arc<tokio::sync::Mutex<Option<Coming>>>>>,
+    coming: Mutex<HashMap<ImageName, Entry>>,
 }
 
 impl<S: Site> Moves<S> {
@@ -159,7 +171,11 @@ impl<S: Site> Moves<S> {
         }
     }
 
-    async fn restart_one(&self, name: &ImageName) -> Result<(), MigrateError> {
+    async fn restart_one(self: &Arc<Self>, name: &ImageName) -> Result<(), MigrateError> {
+        // Peers, and commands of this site, wait.
+        let entry = self.entry(name)?;
+        let coming = entry.lock().await;
+        let lock = self.site.machines().lock(name);
         let Some(record) = self.site.machines().load(name)? else {
             return Ok(());
         };
@@ -170,27 +186,79 @@ impl<S: Site> Moves<S> {
         let Some(mut leecher) = Leecher::restart(&record, &mut actions) else {
             return Ok(());
         };
-        let mut prepared = None;
-        while !actions.is_empty() {
-            for action in std::mem::take(&mut actions) {
-                self.act(name, &mut leecher, &mut prepared, action, &mut actions)
-                    .await?;
-            }
+        // Otherwise whoever has the lock does it.
+        if coming.is_none() && matches!(lock, Ok(Some(_))) {
+            self.act_all(name, &mut leecher, &mut None, actions).await?;
         }
         Ok(())
     }
 
-    fn entry(&self, name: &ImageName) -> Result<Arc<tokio::sync::Mutex<Option<Coming>>>, Refusal> {
+    fn entry(&self, name: &ImageName) -> Result<Entry, Refusal> {
         let mut coming = self.coming.lock();
-        // Those whose move is over, and that no connection uses.
+        // Those whose move is over are in the records.
         coming.retain(|_, entry| {
-            Arc::strong_count(entry) > 1 || entry.try_lock().is_ok_and(|entry| entry.is_some())
+            let is_under_way = |coming: &Coming| !coming.leecher.is_over();
+            let is_used = |entry: &Entry| match entry.try_lock() {
+                Ok(coming) => coming.as_ref().is_some_and(is_under_way),
+                Err(_) => true,
+            };
+            Arc::strong_count(entry) > 1 || is_used(entry)
         });
         if coming.len() >= MAX_MOVES && !coming.contains_key(name) {
             let text = "too many machines are on their way to this site; try again later";
             return Err(Refusal::new(Code::Busy, text));
         }
         Ok(Arc::clone(coming.entry(name.clone()).or_default()))
+    }
+
+    /// A person of this site gives up a move to it: one that is not decided is refused, and one whose machine was taken and could
+    /// not be started is over, with the machine here.
+    ///
+    /// # Errors
+    /// [`Code::NotFound`] when there is none, [`Code::Held`] when another process works on the machine.
+    pub async fn give_up(self: &Arc<Self>, name: ImageName) -> Result<(), Refusal> {
+        let moves = Arc::clone(self);
+        let given_up = to_the_end(async move { moves.give_up_one(&name).await });
+        given_up.await.map_err(failed)?
+    }
+
+    async fn give_up_one(&self, name: &ImageName) -> Result<(), Refusal> {
+        let none = || Refusal::new(Code::NotFound, format!("{name} is not coming to this site"));
+        let entry = self.entry(name)?;
+        let mut slot = entry.lock().await;
+        if slot.as_ref().is_none_or(|coming| coming.leecher.is_over()) {
+            let lock = self.site.machines().lock(name);
+            let lock = lock.map_err(|e| Refusal::new(Code::Io, e.to_string()))?;
+            let held = || Refusal::new(Code::Held, format!("another process moves {name}"));
+            let lock = lock.ok_or_else(held)?;
+            let record = self.site.machines().load(name)?.ok_or_else(none)?;
+            let (Some(Move::Coming(_, from, _) | Move::Taken(_, from)), Some(leecher)) = (
+                record.under_way.clone(),
+                Leecher::restart(&record, &mut Vec::new()),
+            ) else {
+                return Err(none());
+            };
+            *slot = Some(Coming {
+                leecher,
+                from,
+                prepared: None,
+                conversation: 0,
+                lock: Some(lock),
+            });
+        }
+        let mut coming = slot.take().ok_or_else(none)?;
+        let event = match coming.leecher.may_begin() {
+            true => Event::Asked(Ask::Cancel),
+            false => Event::Running,
+        };
+        let mut actions = Vec::new();
+        coming.leecher.handle(event, &mut actions);
+        let (leecher, prepared) = (&mut coming.leecher, &mut coming.prepared);
+        let acted = self.act_all(name, leecher, prepared, actions);
+        acted.await.map_err(failed)?;
+        coming.release_when_over();
+        *slot = Some(coming);
+        Ok(())
     }
 
     /// The disks and the hypervisor of a move that is being prepared.
@@ -205,171 +273,11 @@ impl<S: Site> Moves<S> {
         let entry = entry.ok_or_else(none)?;
         let coming = entry.lock().await;
         let coming = coming.as_ref().ok_or_else(none)?;
-        let own = coming.leecher.token() == token && coming.from.key == peer.key.0;
+        let own = coming.leecher.token() == token
+            && coming.from.key == peer.key.0
+            && coming.leecher.may_begin();
         let prepared = coming.prepared.clone().filter(|_| own);
         prepared.ok_or_else(none)
-    }
-
-    /// Serves a conversation to its end.
-    async fn converse(&self, peer: &Peer, mut call: IncomingCall) -> Result<(), MigrateError> {
-        let offer: OpenMove = call.request()?;
-        let entry = match self.open(peer, &offer).await {
-            Ok(entry) => entry,
-            Err(refusal) => {
-                self.site.refused(peer, call.reader.peer_text(), &refusal);
-                return Ok(call.refuse(&refusal).await?);
-            }
-        };
-        call.accept::<OpenMove>(&()).await?;
-        let mut talk = Talk::new(call.reader, call.writer);
-        let answer = entry.lock().await.as_ref().map(|c| c.leecher.answer());
-        let Some(answer) = answer else {
-            return Ok(());
-        };
-        talk.say(kind::ANSWER, &answer).await?;
-        loop {
-            let ask = talk.hear::<Ask>(kind::ASK).await;
-            let mut coming = entry.lock().await;
-            let is_over = coming
-                .as_ref()
-                .is_none_or(|coming| coming.leecher.is_over());
-            let ask = match ask {
-                // That is how the seeder leaves.
-                Err(_) if is_over => return Ok(()),
-                ask => ask?,
-            };
-            let Some(coming) = coming.as_mut().filter(|c| c.leecher.token() == offer.token) else {
-                return Ok(());
-            };
-            let answer = self.answer(&offer.machine, coming, ask).await?;
-            talk.say(kind::ANSWER, &answer).await?;
-        }
-    }
-
-    /// Finds or records the move.
-    async fn open(
-        &self,
-        peer: &Peer,
-        offer: &OpenMove,
-    ) -> Result<Arc<tokio::sync::Mutex<Option<Coming>>>, Refusal> {
-        check(offer)?;
-        self.site.allow(peer, offer).await?;
-        let name = &offer.machine;
-        let entry = self.entry(name)?;
-        let mut coming = entry.lock().await;
-        let from = Other {
-            key: peer.key.0,
-            name: peer.name.clone(),
-        };
-        if let Some(known) = coming.as_ref()
-            && known.leecher.token() == offer.token
-        {
-            if known.from != from {
-                return Err(Refusal::new(Code::Denied, "that move is not yours"));
-            }
-            drop(coming);
-            return Ok(entry);
-        }
-        // A move that is over makes room for the next one, and so does one that its seeder has given up.
-        if let Some(mut old) = coming.take()
-            && !old.leecher.is_over()
-            && old.from.key == from.key
-        {
-            self.discard(name, old.leecher.record(), &mut old.prepared)
-                .await?;
-        }
-        let lock = self.site.machines().lock(name).map_err(|e| {
-            let text = format!("cannot lock the record of the machine {name}: {e}");
-            Refusal::new(Code::Io, text)
-        })?;
-        let lock = lock.ok_or_else(|| {
-            let text = format!("{name} is being moved here by another command");
-            Refusal::new(Code::Held, text)
-        })?;
-        let known = self.site.machines().load(name)?;
-        let mut actions = Vec::new();
-        let mut leecher = Leecher::start(known.as_ref(), offer, from.clone(), &mut actions)?;
-        let mut prepared = None;
-        for action in std::mem::take(&mut actions) {
-            let done = self
-                .act(name, &mut leecher, &mut prepared, action, &mut actions)
-                .await;
-            done.map_err(|e| Refusal::new(Code::Failed, e.to_string()))?;
-        }
-        if !leecher.is_over() {
-            self.tell(name, leecher.record(), Happened::Coming);
-        }
-        *coming = Some(Coming {
-            leecher,
-            from,
-            prepared,
-            lock: Some(lock),
-        });
-        if let Some(coming) = coming.as_mut() {
-            coming.release_when_over();
-        }
-        drop(coming);
-        Ok(entry)
-    }
-
-    async fn answer(
-        &self,
-        name: &ImageName,
-        coming: &mut Coming,
-        ask: Ask,
-    ) -> Result<Answer, MigrateError> {
-        let mut events = Vec::new();
-        let done = match ask {
-            Ask::Begin if coming.leecher.may_begin() => {
-                events.push(Event::Copying);
-                let record = coming.leecher.record();
-                let discarded = self.discard(name, record, &mut coming.prepared);
-                discarded.await.map_err(MigrateError::from)
-            }
-            Ask::Prepare => match self.prepare(name, coming.leecher.record()).await {
-                Ok(prepared) => {
-                    coming.prepared = Some(prepared);
-                    Ok(())
-                }
-                Err(e) => Err(e),
-            },
-            Ask::Arrived => {
-                let arrived = self.arrived(coming.prepared.as_ref()).await;
-                arrived.map(|()| events.push(Event::Ready))
-            }
-            Ask::Commit => {
-                // From the decision on nobody else has it.
-                if let Err(e) = self.arrived(coming.prepared.as_ref()).await {
-                    events.push(Event::Lost(e.to_string()));
-                }
-                Ok(())
-            }
-            Ask::Begin | Ask::Cancel => Ok(()),
-        };
-        events.push(Event::Asked(ask));
-        let mut answer = coming.leecher.answer();
-        for event in events {
-            let mut actions = Vec::new();
-            coming.leecher.handle(event, &mut actions);
-            while !actions.is_empty() {
-                for action in std::mem::take(&mut actions) {
-                    if let Action::Answer(said) = &action {
-                        answer = said.clone();
-                    }
-                    let (leecher, prepared) = (&mut coming.leecher, &mut coming.prepared);
-                    self.act(name, leecher, prepared, action, &mut actions)
-                        .await?;
-                }
-            }
-        }
-        coming.release_when_over();
-        if let Err(e) = done {
-            // It stays open: the seeder may begin anew.
-            answer.why = e.to_string();
-        }
-        let end = answer.why.floor_char_boundary(MAX_WHY);
-        answer.why.truncate(end);
-        Ok(answer)
     }
 
     /// Waits until all of the machine is here.
@@ -378,6 +286,23 @@ impl<S: Site> Moves<S> {
             Some(prepared) => arrived(&prepared.hypervisor).await,
             None => Err(MigrateError::Unsupported("it was not prepared".into())),
         }
+    }
+
+    /// Does these actions, and what follows from them.
+    async fn act_all(
+        &self,
+        name: &ImageName,
+        leecher: &mut Leecher,
+        prepared: &mut Option<Prepared>,
+        mut actions: Vec<Action>,
+    ) -> Result<(), MigrateError> {
+        while !actions.is_empty() {
+            for action in std::mem::take(&mut actions) {
+                self.act(name, leecher, prepared, action, &mut actions)
+                    .await?;
+            }
+        }
+        Ok(())
     }
 
     async fn act(
@@ -391,13 +316,23 @@ impl<S: Site> Moves<S> {
         match action {
             Action::Keep(record) => self.keep(name, record).await?,
             Action::Run => {
+                crash("taken");
                 if let Some(prepared) = &prepared {
-                    let _ = prepared.over.send(true);
+                    prepared.writing.end().await;
                 }
-                self.run(name, prepared.as_ref()).await?;
-                tracing::info!(machine = %name, "it runs here");
-                self.tell(name, leecher.record(), Happened::Arrived);
-                leecher.handle(Event::Running, actions);
+                match self.run(name, prepared.as_ref()).await {
+                    Ok(()) => {
+                        crash("running");
+                        tracing::info!(machine = %name, "it runs here");
+                        self.tell(name, leecher.record(), Happened::Arrived);
+                        leecher.handle(Event::Running, actions);
+                    }
+                    // It was taken, and stays: a person looks after it.
+                    Err(e) => {
+                        tracing::error!(machine = %name, "it was taken, and does not run: {e}");
+                        leecher.handle(Event::NotStarted(e.to_string()), actions);
+                    }
+                }
             }
             Action::Discard => {
                 let why = leecher.answer().why;
@@ -406,7 +341,7 @@ impl<S: Site> Moves<S> {
                     tracing::warn!(machine = %name, "what was received of it was not removed: {e}");
                 }
             }
-            // The caller sends it.
+            // The caller sends the newest.
             Action::Answer(_) => {}
         }
         Ok(())
@@ -414,7 +349,7 @@ impl<S: Site> Moves<S> {
 
     fn tell(&self, name: &ImageName, record: &MachineRecord, what: Happened<'_>) {
         let from = match (&record.under_way, &record.owner) {
-            (Some(Move::Coming(_, from) | Move::Taken(_, from)), _) => from,
+            (Some(Move::Coming(_, from, _) | Move::Taken(_, from)), _) => from,
             (_, Owner::There(from)) => from,
             _ => return,
         };
@@ -428,16 +363,17 @@ impl<S: Site> Moves<S> {
         record: &MachineRecord,
         prepared: &mut Option<Prepared>,
     ) -> Result<(), Refusal> {
-        if let Some(prepared) = prepared.take() {
-            let _ = prepared.over.send(true);
-            let hypervisor = &prepared.hypervisor;
-            // One that has read nothing can wait for the next attempt.
-            let waits = hypervisor
-                .migration()
-                .await
-                .is_ok_and(|info| info.status == MigrationStatus::None);
-            if !waits {
-                hypervisor.quit().await.ok();
+        match prepared.take() {
+            Some(prepared) => {
+                prepared.writing.end().await;
+                abandon(&prepared.hypervisor).await;
+            }
+            // Of an earlier process of this site, perhaps.
+            None => {
+                let socket = self.site.hypervisor(name)?;
+                if let Ok(machine) = Machine::connect(socket).await {
+                    abandon(&machine).await;
+                }
             }
         }
         self.site.discard_disks(name, record).await
@@ -452,74 +388,38 @@ impl<S: Site> Moves<S> {
     async fn run(&self, name: &ImageName, prepared: Option<&Prepared>) -> Result<(), MigrateError> {
         let machine = match prepared {
             Some(prepared) => prepared.hypervisor.clone(),
-            None => Machine::connect(self.site.incoming(name).await?).await?,
+            None => Machine::connect(self.site.hypervisor(name)?).await?,
         };
         match machine.status().await? {
             RunState::Running => Ok(()),
             RunState::InMigrate => Err(MigrateError::Unsupported(format!(
-                "the memory of the machine {name} was lost with its QEMU: boot it from its disks, and give the migration up here"
+                "the memory of the machine {name} was lost with its QEMU: boot it from its disks, and give the migration up there"
             ))),
             _ => Ok(machine.cont().await?),
         }
     }
+}
 
-    /// Opens the disks, and gives them to the hypervisor that waits.
-    async fn prepare(
-        &self,
-        name: &ImageName,
-        record: &MachineRecord,
-    ) -> Result<Prepared, MigrateError> {
-        let served = self.site.open_disks(name, record).await?;
-        let machine = Machine::connect(self.site.incoming(name).await?).await?;
-        let status = machine.status().await?;
-        if status != RunState::InMigrate {
-            return Err(MigrateError::Unsupported(format!(
-                "the machine {name} here is {status} and does not wait for a migration: start it with -S -incoming defer"
-            )));
-        }
-        machine.set_capabilities(&Capability::NEEDED, true).await?;
-        let found = machine.disks().await?.into_iter();
-        let found: Vec<_> = found
-            .filter_map(|disk| disk.medium)
-            .filter(|medium| !medium.read_only)
-            .collect();
-        if found.len() != served.len() {
-            return Err(MigrateError::Unsupported(format!(
-                "the machine {name} has {} writable disks here, and {} where it comes from",
-                found.len(),
-                served.len()
-            )));
-        }
-        for (n, (medium, disk)) in found.iter().zip(&served).enumerate() {
-            if medium.size != disk.device.size() {
-                return Err(MigrateError::Unsupported(format!(
-                    "disk {n} of the machine {name} has {} bytes here, and {} where it comes from",
-                    medium.size,
-                    disk.device.size()
-                )));
-            }
-            let is_ours = medium.data == Data::Nbd(disk.address.clone());
-            if !is_ours {
-                attach(&machine, n, &medium.node, &disk.address).await?;
-            }
-        }
-        Ok(Prepared {
-            hypervisor: machine,
-            disks: served,
-            over: Arc::new(watch::Sender::new(false)),
-        })
+/// Does something that must not end in between, also when nobody waits for it any more.
+async fn to_the_end<T: Send + 'static>(
+    what: impl Future<Output = T> + Send + 'static,
+) -> Result<T, MigrateError> {
+    tokio::spawn(what).await.map_err(|_| MigrateError::Stopped)
+}
+
+fn failed(error: MigrateError) -> Refusal {
+    match error {
+        MigrateError::Refused(refusal) => refusal,
+        error => Refusal::new(Code::Failed, error.to_string()),
     }
 }
 
-/// Checks an offer for its form.
-fn check(offer: &OpenMove) -> Result<(), Refusal> {
-    let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
-    if offer.disks.len() > MAX_DISKS {
-        return bad("a machine has too many disks");
+/// Crash point for tests: the process dies as if killed when `DROVER_TEST_CRASH` names this place.
+fn crash(place: &str) {
+    if cfg!(debug_assertions) && std::env::var_os("DROVER_TEST_CRASH").is_some_and(|p| p == place) {
+        std::process::abort();
     }
-    let names: HashSet<_> = offer.disks.iter().map(|disk| &disk.image).collect();
-    if names.len() != offer.disks.len() {
-        return bad("two disks of a machine have the same name");
-    }
-    Ok(())
 }
+
+#[cfg(test)]
+mod tests;

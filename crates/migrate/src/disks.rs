@@ -3,17 +3,22 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Zeroes, is_zero};
-use drover_net::{Frame, FrameReader, FrameWriter, NetError, encode};
-use tokio::sync::mpsc;
+use drover_net::{Code, Frame, FrameReader, FrameWriter, NetError, Refusal, encode};
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, watch};
 
 use crate::error::MigrateError;
-use crate::protocol::{Coding, MAX_FRAME, MAX_WRITE, WriteHead, kind};
+use crate::protocol::{Coding, MAX_FRAME, MAX_WHY, MAX_WRITE, WriteHead, kind};
 
 /// Frames between the thread that reads and the socket, or the socket and the thread that writes.
 const QUEUE: usize = 4;
+
+/// How long the frames of a seeder are taken that does not know yet that the disk failed.
+const DRAIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Level of compression: what a link of 1 Gbit/s does not wait for.
 const LEVEL: i32 = 1;
@@ -90,8 +95,15 @@ impl DiskWriter {
     /// When the connection breaks, or the leecher could not write.
     pub async fn flushed(&mut self) -> Result<(), MigrateError> {
         while self.flushing > 0 {
-            match next(&mut self.reader).await?.kind {
+            let frame = next(&mut self.reader).await?;
+            match frame.kind {
                 kind::FLUSHED => self.flushing -= 1,
+                kind::FAILED => {
+                    let why = String::from_utf8_lossy(&frame.payload);
+                    let end = why.floor_char_boundary(MAX_WHY);
+                    let text = format!("the other site: {}", &why[..end]);
+                    return Err(Refusal::new(Code::Failed, text).into());
+                }
                 _ => return Err(MigrateError::Protocol("disks")),
             }
         }
@@ -147,12 +159,48 @@ async fn next(reader: &mut FrameReader) -> Result<Frame, MigrateError> {
     })
 }
 
-/// Writes what the seeder sends, until it hangs up.
+/// Whether the other site may still write to the disks of a machine that comes.
+#[derive(Clone, Debug, Default)]
+pub struct Writing(Arc<Gate>);
+
+#[derive(Debug, Default)]
+struct Gate {
+    ended: watch::Sender<bool>,
+    /// Held while something is written.
+    busy: Mutex<()>,
+}
+
+impl Writing {
+    /// From when this returns nothing more is written.
+    pub async fn end(&self) {
+        self.0.ended.send_replace(true);
+        let gate = Arc::clone(&self.0);
+        // It cannot panic.
+        let _ = tokio::task::spawn_blocking(move || drop(gate.busy.lock())).await;
+    }
+
+    /// Waits until it has ended.
+    pub async fn ended(&self) {
+        let mut ended = self.0.ended.subscribe();
+        // The sender is here.
+        let _ = ended.wait_for(|ended| *ended).await;
+    }
+
+    /// Writes, unless it has ended.
+    fn write<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
+        let _busy = self.0.busy.lock();
+        let is_open = !*self.0.ended.borrow();
+        is_open.then(what)
+    }
+}
+
+/// Writes what the seeder sends, until it hangs up. It is told what could not be written.
 ///
 /// # Errors
 /// A disk that cannot be written, a broken connection, or what is against the protocol.
 pub async fn receive(
     disks: Vec<Arc<dyn BlockDevice>>,
+    writing: Writing,
     mut reader: FrameReader,
     mut writer: FrameWriter,
 ) -> Result<(), MigrateError> {
@@ -162,7 +210,10 @@ pub async fn receive(
     let write = tokio::task::spawn_blocking(move || {
         while let Some(frame) = queue.blocking_recv() {
             match frame.kind {
-                kind::WRITE => apply(&disks, &frame.payload)?,
+                kind::WRITE => match writing.write(|| apply(&disks, &frame.payload)) {
+                    Some(written) => written?,
+                    None => break,
+                },
                 kind::FLUSH => {
                     for (n, disk) in disks.iter().enumerate() {
                         disk.flush().map_err(|error| failed(n as u32, error))?;
@@ -199,6 +250,15 @@ pub async fn receive(
     let carried: Result<(), MigrateError> = carry.await;
     drop(frames);
     let written = write.await.map_err(|_| MigrateError::Stopped)?;
+    if let Err(e) = &written {
+        let mut why = e.to_string();
+        why.truncate(why.floor_char_boundary(MAX_WHY));
+        writer.send(kind::FAILED, why.as_bytes()).await?;
+        writer.flush().await?;
+        // It reads that when it has sent its round: until then its frames are taken, and dropped.
+        let drained = async { while let Ok(Some(_)) = reader.next().await {} };
+        tokio::time::timeout(DRAIN_LIMIT, drained).await.ok();
+    }
     written.and(carried)
 }
 
@@ -275,6 +335,39 @@ mod tests {
         assert!(found == expected);
         assert_eq!(sent.disk.into_inner(), (3 << 20) + 512 + 4096);
         assert!(sent.packed.into_inner() < 5 << 18);
+    }
+
+    #[tokio::test]
+    async fn nothing_is_written_after_the_end() {
+        let disks: Vec<Arc<dyn BlockDevice>> = vec![Arc::new(MemoryDevice::from_bytes(&[0; 8192]))];
+        let writing = Writing::default();
+        let (begun, begins) = std::sync::mpsc::channel();
+        let (go, goes) = std::sync::mpsc::channel::<()>();
+        let thread = {
+            let writing = writing.clone();
+            let disks = disks.clone();
+            std::thread::spawn(move || {
+                let slow = writing.write(|| {
+                    begun.send(()).unwrap();
+                    goes.recv().unwrap();
+                    apply(&disks, &frame(0, 0, 1, Coding::Plain, &[1])).unwrap();
+                });
+                let late = writing.write(|| apply(&disks, &frame(0, 1, 1, Coding::Plain, &[1])));
+                (slow.is_some(), late.is_some())
+            })
+        };
+        begins.recv().unwrap();
+        let end = writing.end();
+        tokio::pin!(end);
+        let waited = tokio::time::timeout(Duration::from_millis(50), &mut end);
+        assert!(waited.await.is_err(), "it waits for what is being written");
+        go.send(()).unwrap();
+        end.await;
+        writing.ended().await;
+        assert_eq!(thread.join().unwrap(), (true, false));
+        let mut found = [0; 2];
+        disks[0].read(0, &mut found).unwrap();
+        assert_eq!(found, [1, 0]);
     }
 
     #[test]

@@ -58,6 +58,18 @@ pub enum MigrateError {
         /// The other site's refusal, if that is why.
         code: Option<Code>,
     },
+    /// The machine was taken there, and does not run.
+    #[error(
+        "{machine} is at {peer} now, but does not run there: {why}; its QEMU here is paused and must not continue"
+    )]
+    NotStarted {
+        /// Its name there.
+        machine: String,
+        /// The other site.
+        peer: String,
+        /// Why.
+        why: String,
+    },
     /// What cannot move.
     #[error("{0}")]
     Unsupported(String),

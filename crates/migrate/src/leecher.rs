@@ -1,6 +1,6 @@
 //! The end that the machine goes to.
 
-use drover_net::Refusal;
+use drover_net::{Code, Refusal};
 use drover_store::machine::{Decision, MachineRecord, Move, Other, Token};
 
 use crate::protocol::{Answer, Ask, OpenMove};
@@ -14,6 +14,8 @@ pub enum Event {
     Ready,
     /// It runs.
     Running,
+    /// It was taken, and could not be started: it stays here.
+    NotStarted(String),
     /// It can no longer be taken: what has arrived of it is lost.
     Lost(String),
     /// The seeder asks.
@@ -75,7 +77,13 @@ impl Leecher {
             state: State::Over,
             why: String::new(),
         };
-        let is_known = before.seed == offer.seed && before.decision(token) != Decision::Unknown;
+        if let Some(Move::Coming(known, other, _) | Move::Taken(known, other)) = &before.under_way
+            && *known == token
+            && other.key != from.key
+        {
+            return Err(Refusal::new(Code::Denied, "that move is not yours"));
+        }
+        let is_known = before.decision(token) != Decision::Unknown;
         match Self::restart(before, actions).filter(|old| is_known && old.token == token) {
             Some(old) => leecher = old,
             // Decided, and over.
@@ -96,7 +104,7 @@ impl Leecher {
     #[must_use]
     pub fn restart(record: &MachineRecord, actions: &mut Vec<Action>) -> Option<Self> {
         let (token, state) = match &record.under_way {
-            Some(Move::Coming(token, _)) => (*token, State::Coming { ready: false }),
+            Some(Move::Coming(token, ..)) => (*token, State::Coming { ready: false }),
             Some(Move::Taken(token, _)) => (*token, State::Starting),
             _ => return None,
         };
@@ -164,6 +172,7 @@ impl Leecher {
                     self.keep(record, actions);
                 }
             }
+            (State::Starting, Event::NotStarted(why)) => self.why = why,
             // Its driver does what else is asked, and says how it went.
             (State::Coming { .. }, Event::Asked(Ask::Begin | Ask::Prepare | Ask::Arrived)) => {
                 actions.push(Action::Answer(self.answer()));

@@ -44,6 +44,8 @@ pub mod kind {
     pub const MEMORY: u8 = 0x73;
     /// No more of them follow in this direction.
     pub const MEMORY_END: u8 = 0x74;
+    /// The leecher could not write to a disk: why, as text. Nothing follows.
+    pub const FAILED: u8 = 0x77;
 }
 
 /// Upper bound on the bytes of a disk in one frame, unpacked.
@@ -64,6 +66,9 @@ pub const KEEP_ALIVE: KeepAlive = KeepAlive {
 
 /// Upper bound on the text of an answer, in bytes.
 pub const MAX_WHY: usize = 500;
+
+/// Upper bound on the name of a device, in bytes.
+pub const MAX_DEVICE: usize = 200;
 
 /// Opens a move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,6 +94,8 @@ request!(OpenMove: "migrate.open", Host, () => ());
 pub struct DiskOffer {
     /// The name of its image at the leecher.
     pub image: ImageName,
+    /// What the seeder's hypervisor calls the device: at the leecher that of the same name gets it.
+    pub device: String,
     /// Size of the disk in bytes.
     pub size: u64,
     /// Whether the machine cannot write it.
@@ -115,7 +122,8 @@ pub enum Ask {
 pub struct Answer {
     /// What became of the move; [`Decision::Open`] where what was asked for is done.
     pub decision: Decision,
-    /// Why it was refused, for a person, at most [`MAX_WHY`] bytes; empty where there is nothing to say.
+    /// Why it was refused, or was taken and does not run, for a person, at most [`MAX_WHY`] bytes; empty where there is
+    /// nothing to say.
     pub why: String,
 }
 

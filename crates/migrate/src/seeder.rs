@@ -110,6 +110,12 @@ impl Seeder {
         matches!(self.state, State::Committed(_))
     }
 
+    /// Whether the move is over, or will be when its last actions are done.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.state == State::Over
+    }
+
     /// Handles an event.
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) {
         match (self.state, event) {

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
+use drover_hypervisor::HypervisorError;
 use drover_hypervisor::machine::{Machine, RunState, Yank};
 use drover_net::service::{self, Request};
 use drover_net::{Backoff, Code, ConnectOptions, FrameReader, FrameWriter, Refusal, connect_any};
 use drover_store::machine::{
-    Decision, MachineLock, MachineRecord, Machines, Move, Other, Seed, Token,
+    Decision, MachineLock, MachineRecord, Machines, Move, Other, Owner, Seed, Token,
 };
 use drover_teleport::{SendItem, send};
 use tokio::sync::{Notify, watch};
@@ -27,6 +28,12 @@ use crate::talk::{Asker, Talk};
 
 /// How long a migration that is cancelled may take to end by itself.
 const CANCEL_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long it may take in all.
+const RESUME_LIMIT: Duration = Duration::from_secs(60);
+
+/// A copy that lasted longer got somewhere: what breaks it is not what broke the one before.
+const STEADY: Duration = Duration::from_secs(60);
 
 /// How often that is looked at.
 const CANCEL_POLL: Duration = Duration::from_millis(20);
@@ -48,6 +55,9 @@ pub async fn migrate(
     let begun = Instant::now();
     let known = machines.load(&options.machine)?;
     let is_committed = known.as_ref().is_some_and(MachineRecord::is_committed);
+    if let Some(known) = &known {
+        check_same(known, &options)?;
+    }
     if machine.is_none() && !is_committed {
         return Err(MigrateError::Unsupported(format!(
             "{} runs no machine",
@@ -64,12 +74,13 @@ pub async fn migrate(
             disks::clear(machine, &options.work).await;
             resume(machine).await?;
         }
-        disks = Disks::of(machine, &options.machine).await?;
+        disks = Disks::of(machine, &options.name_there).await?;
     }
     let names = disks.offers.iter().map(|offer| offer.image.clone());
     let mut known =
         known.unwrap_or_else(|| MachineRecord::new(Seed(drover_net::random_id()), names.collect()));
     known.hypervisor = Some(options.hypervisor.clone());
+    known.name_there = Some(options.name_there.clone());
     let to = Other {
         key: options.send.peer.0,
         name: options.send.peer_name.clone(),
@@ -90,6 +101,9 @@ pub async fn migrate(
         report: MoveReport::default(),
         paused: None,
         refused: None,
+        broken: None,
+        pauses: pauses(),
+        trouble: None,
         _lock: lock,
     };
     let end = driver.drive(actions).await;
@@ -104,7 +118,30 @@ pub async fn migrate(
     Ok(report)
 }
 
-/// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told.
+/// A move that is under way goes on as it began: another hypervisor runs another machine, and under another name the other
+/// site would know of another move.
+fn check_same(known: &MachineRecord, options: &MoveOptions) -> Result<(), MigrateError> {
+    let Some(Move::Leaving(_, to) | Move::Committed(_, to)) = &known.under_way else {
+        return Ok(());
+    };
+    let (machine, to) = (&options.machine, &to.name);
+    let hypervisor = known.hypervisor.as_ref();
+    if let Some(other) = hypervisor.filter(|other| **other != options.hypervisor) {
+        let text =
+            format!("{machine} is being moved to {to} from {other}: name that, or give it up");
+        return Err(Refusal::new(Code::Held, text).into());
+    }
+    let name = known.name_there.as_ref();
+    if let Some(other) = name.filter(|other| **other != options.name_there) {
+        let text =
+            format!("{machine} is being moved to {to} as {other}: use that name, or give it up");
+        return Err(Refusal::new(Code::Held, text).into());
+    }
+    Ok(())
+}
+
+/// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
+/// that is to come is refused for good.
 ///
 /// # Errors
 /// When there is no such move, a process works on it, or it is committed: then only the other site can tell.
@@ -131,6 +168,12 @@ pub async fn give_up(
         Some(Move::Taken(token, _)) => {
             if let Some(started) = known.and_then(|known| known.started(token)) {
                 machines.store(name, &started)?;
+            }
+            Ok(())
+        }
+        Some(Move::Coming(token, ..)) => {
+            if let Some(refused) = known.and_then(|known| known.refuse(token)) {
+                machines.store(name, &refused)?;
             }
             Ok(())
         }
@@ -170,7 +213,7 @@ pub async fn estimate(
     on_event: OnMove,
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
-    let mut disks = Disks::of(machine, &options.machine).await?;
+    let mut disks = Disks::of(machine, &options.name_there).await?;
     let report = MoveReport {
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
@@ -209,12 +252,23 @@ async fn send_images(
 
 /// Ends a migration of the hypervisor, if there is one, and lets the machine run.
 async fn resume(machine: &Machine) -> Result<(), MigrateError> {
-    machine.cancel_migration().await?;
     let begun = Instant::now();
+    match tokio::time::timeout(CANCEL_LIMIT, machine.cancel_migration()).await {
+        Ok(cancelled) => cancelled?,
+        // It waits for a connection that is dead.
+        Err(_) => machine.yank(&[Yank::Migration]).await?,
+    }
+    let mut yanked = false;
     while !machine.migration().await?.status.is_idle() {
-        if begun.elapsed() > CANCEL_LIMIT {
-            // It waits for a connection that is dead.
+        if begun.elapsed() > RESUME_LIMIT {
+            return Err(MigrateError::TooLong {
+                what: "ending its migration",
+                seconds: RESUME_LIMIT.as_secs(),
+            });
+        }
+        if begun.elapsed() > CANCEL_LIMIT && !yanked {
             machine.yank(&[Yank::Migration]).await?;
+            yanked = true;
         }
         tokio::time::sleep(CANCEL_POLL).await;
     }
@@ -222,6 +276,10 @@ async fn resume(machine: &Machine) -> Result<(), MigrateError> {
         RunState::PostMigrate | RunState::FinishMigrate => Ok(machine.cont().await?),
         _ => Ok(()),
     }
+}
+
+fn pauses() -> Backoff {
+    Backoff::new(Duration::from_millis(250), Duration::from_secs(10))
 }
 
 struct Driver<'a> {
@@ -240,13 +298,19 @@ struct Driver<'a> {
     paused: Option<Instant>,
     /// The refusal for which the move is given up.
     refused: Option<Code>,
+    /// Since when each copy broke soon.
+    broken: Option<Instant>,
+    /// The waits in between.
+    pauses: Backoff,
+    /// What is wrong with the machine where it is now.
+    trouble: Option<String>,
     _lock: MachineLock,
 }
 
 impl Driver<'_> {
     /// Runs the seeder to its end.
     async fn drive(&mut self, mut actions: Vec<Action>) -> Result<(), MigrateError> {
-        let mut backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(10));
+        let mut backoff = pauses();
         let mut failing: Option<Instant> = None;
         loop {
             let mut next = Vec::new();
@@ -262,10 +326,8 @@ impl Driver<'_> {
             // Nothing to do without the other site.
             match self.connect().await {
                 Ok(answer) => {
-                    (failing, backoff) = (
-                        None,
-                        Backoff::new(Duration::from_millis(250), Duration::from_secs(10)),
-                    );
+                    (failing, backoff) = (None, pauses());
+                    self.note(&answer);
                     self.seeder.handle(Event::Opened(answer), &mut actions);
                 }
                 Err(e) => {
@@ -278,21 +340,65 @@ impl Driver<'_> {
                             .handle(Event::Abort(e.to_string()), &mut actions);
                         continue;
                     }
-                    self.wait(&e, backoff.next_delay()).await?;
+                    self.wait(&e, backoff.next_delay(), &mut actions).await?;
                 }
             }
         }
     }
 
-    /// Waits before the next attempt; stops at once, with the move as it is, when a person wants it.
-    async fn wait(&mut self, error: &MigrateError, delay: Duration) -> Result<(), MigrateError> {
+    /// Waits before the next attempt. When a person wants it to stop, it does so at once: the move ends, or, if it is
+    /// committed, stays as it is.
+    async fn wait(
+        &mut self,
+        error: &MigrateError,
+        delay: Duration,
+        next: &mut Vec<Action>,
+    ) -> Result<(), MigrateError> {
         (self.on_event)(MoveEvent::Reconnecting {
             error: error.to_string(),
         });
         tokio::select! {
-            () = tokio::time::sleep(delay) => Ok(()),
-            _ = self.stop.wait_for(|stop| *stop) => Err(MigrateError::Stopped),
+            () = tokio::time::sleep(delay) => {}
+            _ = self.stop.wait_for(|stop| *stop) => {
+                if self.seeder.is_committed() {
+                    return Err(MigrateError::Stopped);
+                }
+                self.seeder.handle(Event::Abort("stopped".into()), next);
+            }
         }
+        Ok(())
+    }
+
+    /// A machine that was taken and does not run.
+    fn note(&mut self, answer: &Answer) {
+        let is_trouble = answer.decision == Decision::Taken && !answer.why.is_empty();
+        if is_trouble && self.seeder.is_committed() {
+            self.trouble = Some(answer.why.clone());
+        }
+    }
+
+    /// Makes a record durable.
+    async fn keep(
+        &mut self,
+        record: &MachineRecord,
+        next: &mut Vec<Action>,
+    ) -> Result<(), MigrateError> {
+        let Err(e) = self.machines.store(&self.options.machine, record) else {
+            return Ok(());
+        };
+        if record.is_committed() {
+            // It may be recorded nevertheless: only when the other site has refused it for good it runs on here.
+            let mut answer = self.ask(Ask::Cancel).await?;
+            answer.why = e.to_string();
+            self.seeder.handle(Event::Answered(answer), next);
+            return Ok(());
+        }
+        match self.seeder.is_over() && record.owner == Owner::Here {
+            // It stays, which the next move finds out again.
+            true => tracing::warn!("{e}"),
+            false => return Err(e.into()),
+        }
+        Ok(())
     }
 
     /// Does one action. Some when the move is over.
@@ -302,22 +408,27 @@ impl Driver<'_> {
         next: &mut Vec<Action>,
     ) -> Result<Option<Result<(), MigrateError>>, MigrateError> {
         match action {
-            Action::Keep(record) => self.machines.store(&self.options.machine, &record)?,
+            Action::Keep(record) => self.keep(&record, next).await?,
             Action::Copy => {
-                let copied = self.copy().await;
-                match copied {
+                let begun = Instant::now();
+                match self.copy().await {
                     Ok(()) => self.seeder.handle(Event::Copied, next),
                     Err(e) => {
                         self.undo().await;
                         self.refused = e.code();
-                        let why = e.to_string();
-                        match e.retryable() {
+                        if begun.elapsed() > STEADY {
+                            (self.broken, self.pauses) = (None, pauses());
+                        }
+                        let since = *self.broken.get_or_insert_with(Instant::now);
+                        let patient = since.elapsed() < self.options.send.give_up_after;
+                        match e.retryable() && patient {
                             // The copy begins anew, with what has arrived.
                             true => {
                                 self.asker = None;
-                                (self.on_event)(MoveEvent::Reconnecting { error: why });
+                                let delay = self.pauses.next_delay();
+                                self.wait(&e, delay, next).await?;
                             }
-                            false => self.seeder.handle(Event::Abort(why), next),
+                            false => self.seeder.handle(Event::Abort(e.to_string()), next),
                         }
                     }
                 }
@@ -333,7 +444,13 @@ impl Driver<'_> {
             Action::Ask(ask) => {
                 // A broken connection is made again, and then the question is asked again.
                 match self.ask(ask).await {
-                    Ok(answer) => self.seeder.handle(Event::Answered(answer), next),
+                    Ok(answer) => {
+                        if answer.decision == Decision::Open {
+                            tokio::time::sleep(self.pauses.next_delay()).await;
+                        }
+                        self.note(&answer);
+                        self.seeder.handle(Event::Answered(answer), next);
+                    }
                     Err(_) => self.asker = None,
                 }
             }
@@ -344,18 +461,34 @@ impl Driver<'_> {
                     pause.total_ms = millis(paused);
                     pause.hand_over_ms = pause.total_ms - pause.disks_ms - pause.memory_ms;
                 }
-                if let Some(machine) = self.machine.as_ref().filter(|_| !self.options.keep_source) {
+                let keep = self.options.keep_source || self.trouble.is_some();
+                if let Some(machine) = self.machine.as_ref().filter(|_| !keep) {
                     machine.quit().await.ok();
                 }
             }
             Action::End(end) => {
                 return Ok(Some(match end {
-                    End::Moved => Ok(()),
-                    End::Stayed(why) => Err(MigrateError::Stayed {
-                        machine: self.options.machine.to_string(),
-                        why,
-                        code: self.refused,
-                    }),
+                    End::Moved => match self.trouble.take() {
+                        None => Ok(()),
+                        Some(why) => Err(MigrateError::NotStarted {
+                            machine: self.options.name_there.to_string(),
+                            peer: self.options.send.peer_name.clone(),
+                            why,
+                        }),
+                    },
+                    End::Stayed(mut why) => {
+                        if why.is_empty() {
+                            why = format!("{} had refused it", self.options.send.peer_name);
+                        }
+                        if let Some(trouble) = self.trouble.take() {
+                            why = format!("{why}; it does not run: {trouble}");
+                        }
+                        Err(MigrateError::Stayed {
+                            machine: self.options.machine.to_string(),
+                            why,
+                            code: self.refused,
+                        })
+                    }
                     End::Unknown => Err(MigrateError::Unsupported(format!(
                         "{} and this site do not agree about where {} runs: look at both",
                         self.options.send.peer_name, self.options.machine
@@ -377,7 +510,9 @@ impl Driver<'_> {
             memory_bytes: self.disks.memory_bytes,
         };
         self.asker = None;
-        let (reader, writer) = self.call(&offer).await?;
+        let (reader, mut writer) = self.call(&offer).await?;
+        // What is said must not wait for what is sent: silence is taken for a lost link.
+        writer.set_rate(None);
         let mut talk = Talk::new(reader, writer);
         let answer = talk.hear(kind::ANSWER).await?;
         self.lost = Arc::default();
@@ -426,9 +561,13 @@ impl Driver<'_> {
     /// Ends what the copy began, and lets the machine run on.
     async fn undo(&mut self) {
         if let Some(machine) = &self.machine {
-            if let Err(e) = resume(machine).await {
-                tracing::error!("the machine could not be resumed: {e}");
-            }
+            self.trouble = match resume(machine).await {
+                Ok(()) => None,
+                Err(MigrateError::Hypervisor(HypervisorError::Closed { .. })) => {
+                    Some("its QEMU has ended: boot it from its disks".into())
+                }
+                Err(e) => Some(format!("{e}: continue it in QEMU")),
+            };
             self.paused = None;
             disks::clear(machine, &self.options.work).await;
         }

@@ -74,8 +74,8 @@ pub enum Move {
     Leaving(Token, Other),
     /// It is frozen here: the other site takes it or refuses it.
     Committed(Token, Other),
-    /// It is received from another site and may not run here.
-    Coming(Token, Other),
+    /// It is received from another site, where it has this generation, and may not run here.
+    Coming(Token, Other, Generation),
     /// It was taken, and is to be started here.
     Taken(Token, Other),
 }
@@ -95,6 +95,8 @@ pub struct MachineRecord {
     pub under_way: Option<Move>,
     /// The hypervisor that runs it at this site, as the command that last moved it from here was given it.
     pub hypervisor: Option<String>,
+    /// Its name at the other site, as that command was given it.
+    pub name_there: Option<ImageName>,
     /// Moves to this site that were decided, oldest first, and whether the machine was taken.
     decided: Vec<(Token, bool)>,
 }
@@ -123,6 +125,7 @@ impl MachineRecord {
             owner: Owner::Here,
             under_way: None,
             hypervisor: None,
+            name_there: None,
             decided: Vec::new(),
         }
     }
@@ -137,6 +140,7 @@ impl MachineRecord {
             owner: Owner::There(from),
             under_way: None,
             hypervisor: None,
+            name_there: None,
             decided: Vec::new(),
         }
     }
@@ -145,6 +149,12 @@ impl MachineRecord {
     #[must_use]
     pub fn may_run(&self) -> bool {
         self.owner == Owner::Here && !matches!(self.under_way, Some(Move::Committed(..)))
+    }
+
+    /// Whether it has ever been at this site.
+    fn was_here(&self) -> bool {
+        let has_come = self.decided.iter().any(|(_, taken)| *taken);
+        self.owner == Owner::Here || self.hypervisor.is_some() || has_come
     }
 
     /// Whether its move from here is committed: only the other site can tell who runs it.
@@ -160,13 +170,15 @@ impl MachineRecord {
     pub fn leave(&self, token: Token, to: Other) -> Result<Self, Refusal> {
         let held = |text: String| Err(Refusal::new(Code::Held, text));
         match (&self.owner, &self.under_way) {
-            (_, Some(Move::Leaving(_, other) | Move::Committed(_, other))) if *other == to => {
+            (_, Some(Move::Leaving(_, other) | Move::Committed(_, other)))
+                if other.key == to.key =>
+            {
                 Ok(self.clone())
             }
             (_, Some(Move::Leaving(_, other) | Move::Committed(_, other))) => {
                 held(format!("it is being moved to {}", other.name))
             }
-            (_, Some(Move::Coming(_, other))) => {
+            (_, Some(Move::Coming(_, other, _))) => {
                 held(format!("it is being received from {}", other.name))
             }
             (_, Some(Move::Taken(_, other))) => {
@@ -237,7 +249,7 @@ impl MachineRecord {
     ///
     /// # Errors
     /// [`Code::Held`]: it is here, or being received by another move; [`Code::Denied`]: another machine of that name, an
-    /// older generation than the one known here, or a move that was decided.
+    /// older generation than the one known here, or a move that was decided. What was never here does not keep its name.
     pub fn receive(
         &self,
         token: Token,
@@ -248,18 +260,29 @@ impl MachineRecord {
     ) -> Result<Self, Refusal> {
         let denied = |text: &str| Err(Refusal::new(Code::Denied, text));
         let held = |text: &str| Err(Refusal::new(Code::Held, text));
-        if self.seed != seed {
-            return denied("another machine has that name here; move it under another name");
-        }
         if self.decided.iter().any(|(known, _)| *known == token) {
             return denied("that move is over");
         }
+        if self.seed != seed {
+            if self.was_here() {
+                return denied("another machine has that name here; move it under another name");
+            }
+            // Of a machine that never came here nothing but its moves is known.
+            let given_up = match &self.under_way {
+                Some(Move::Coming(known, other, _)) if other.key == from.key => self.refuse(*known),
+                Some(_) => return held("another machine of that name is being received here"),
+                None => None,
+            };
+            let mut new = Self::foreign(seed, generation, from.clone());
+            new.decided = given_up.unwrap_or_else(|| self.clone()).decided;
+            return new.receive(token, seed, generation, from, disks);
+        }
         match &self.under_way {
-            Some(Move::Coming(known, other)) if *known == token && *other == from => {
+            Some(Move::Coming(known, other, _)) if *known == token && other.key == from.key => {
                 return Ok(self.clone());
             }
             // Its source begins one move at a time: it has given up the other one.
-            Some(Move::Coming(known, other)) if other.key == from.key => {
+            Some(Move::Coming(known, other, _)) if other.key == from.key => {
                 let refused = self.refuse(*known).unwrap_or_else(|| self.clone());
                 return refused.receive(token, seed, generation, from, disks);
             }
@@ -276,9 +299,8 @@ impl MachineRecord {
             return denied("it has moved on since that copy was made: this is an old copy of it");
         }
         Ok(Self {
-            generation,
             disks,
-            under_way: Some(Move::Coming(token, from)),
+            under_way: Some(Move::Coming(token, from, generation)),
             ..self.clone()
         })
     }
@@ -286,7 +308,7 @@ impl MachineRecord {
     /// What became of a move to this site.
     #[must_use]
     pub fn decision(&self, token: Token) -> Decision {
-        if matches!(&self.under_way, Some(Move::Coming(own, _)) if *own == token) {
+        if matches!(&self.under_way, Some(Move::Coming(own, ..)) if *own == token) {
             return Decision::Open;
         }
         let known = self.decided.iter().find(|(known, _)| *known == token);
@@ -301,12 +323,12 @@ impl MachineRecord {
     #[must_use]
     pub fn take(&self, token: Token) -> Option<Self> {
         let mut taken = self.decide(token, true)?;
-        taken.generation = self.generation.next();
-        taken.owner = Owner::Here;
-        taken.under_way = match &self.under_way {
-            Some(Move::Coming(token, from)) => Some(Move::Taken(*token, from.clone())),
-            _ => None,
+        let Some(Move::Coming(token, from, generation)) = &self.under_way else {
+            return None;
         };
+        taken.generation = generation.next();
+        taken.owner = Owner::Here;
+        taken.under_way = Some(Move::Taken(*token, from.clone()));
         Some(taken)
     }
 
@@ -545,6 +567,61 @@ mod tests {
         assert_eq!(taken.decision(LATER), Decision::Taken);
         assert_eq!(taken.refuse(LATER), None);
         assert_eq!(taken.decision(Token([9; 16])), Decision::Unknown);
+    }
+
+    #[test]
+    fn a_machine_that_never_came_keeps_neither_name_nor_generation() {
+        let known = MachineRecord::foreign(SEED, Generation(0), other(1));
+        let from = |machine: &MachineRecord, token, seed: u8, at, n| {
+            machine.receive(
+                token,
+                Seed([seed; 16]),
+                Generation(at),
+                other(n),
+                vec![name()],
+            )
+        };
+        // One that says that it has moved for ever so often, and is not taken.
+        let liar = from(&known, TOKEN, 3, u64::MAX, 1).unwrap();
+        let refused = liar.refuse(TOKEN).unwrap();
+        assert_eq!(refused.generation, Generation(0));
+        let honest = from(&refused, LATER, 3, 0, 1).unwrap();
+        assert_eq!(honest.take(LATER).unwrap().generation, Generation(1));
+        // Another machine of that name, after it and from another site.
+        let coming = from(&refused, LATER, 4, 0, 2).unwrap();
+        assert_eq!(coming.seed, Seed([4; 16]));
+        assert_eq!(coming.decision(TOKEN), Decision::Refused, "not forgotten");
+        let code = |got: Result<MachineRecord, Refusal>| got.unwrap_err().code;
+        let third = Token([5; 16]);
+        assert_eq!(code(from(&coming, third, 5, 0, 3)), Code::Held);
+        assert_eq!(code(from(&coming, TOKEN, 4, 0, 2)), Code::Denied);
+        // The same site begins with a new machine: it has given up the other.
+        let newer = from(&coming, third, 5, 0, 2).unwrap();
+        assert_eq!(newer.decision(LATER), Decision::Refused);
+        // One that came keeps it, also when it has left.
+        let here = newer.take(third).unwrap().started(third).unwrap();
+        assert_eq!(code(from(&here, Token([6; 16]), 4, 0, 2)), Code::Denied);
+        let left = here.leave(LATER, other(2)).unwrap().commit(LATER).unwrap();
+        let left = left.gone(LATER).unwrap();
+        assert_eq!(code(from(&left, Token([6; 16]), 4, 9, 2)), Code::Denied);
+    }
+
+    #[test]
+    fn a_peer_that_is_given_another_name_goes_on() {
+        let renamed = |n| Other {
+            name: "renamed".into(),
+            ..other(n)
+        };
+        let here = MachineRecord::new(SEED, vec![name()]);
+        let leaving = here.leave(TOKEN, other(2)).unwrap();
+        let committed = leaving.commit(TOKEN).unwrap();
+        assert_eq!(committed.leave(LATER, renamed(2)).unwrap(), committed);
+        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
+        let receive = |machine: &MachineRecord, from| {
+            machine.receive(TOKEN, SEED, Generation(0), from, vec![name()])
+        };
+        let coming = receive(&none, other(1)).unwrap();
+        assert_eq!(receive(&coming, renamed(1)).unwrap(), coming);
     }
 
     #[test]

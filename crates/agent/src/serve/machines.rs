@@ -36,7 +36,7 @@ use crate::audit::{Event, Record};
 use crate::changes::{self, Here, Order};
 use crate::error::{failed, one_line};
 use crate::home::MachineConfig;
-use crate::machines::CloseMachine;
+use crate::machines::{CloseMachine, RefuseMachine};
 use crate::mounts::{OwnConnector, own};
 
 /// How long a command may take until the hypervisor that it starts waits.
@@ -142,7 +142,7 @@ impl SiteMachines {
         let domain = self.domain(name).await?;
         let mut disks = Vec::new();
         for (index, image) in record.disks.iter().enumerate() {
-            let mount = mount_id(record, index);
+            let mount = mount_id(name, record, index);
             // What others wrote is not the machine's, which comes with all of its own.
             let is_new = !is_held_by(&domain, image, mount).await;
             if is_new && changes::of_image(&domain.home, image).is_some() {
@@ -214,7 +214,7 @@ impl SiteMachines {
                 let domain = self.domain(name).await?;
                 let mut disks = Vec::new();
                 for (index, image) in record.disks.iter().enumerate() {
-                    let mount = mount_id(record, index);
+                    let mount = mount_id(name, record, index);
                     if is_held_by(&domain, image, mount).await {
                         disks.push(self.open_one(&domain, name, mount, image).await?);
                     }
@@ -242,24 +242,58 @@ impl SiteMachines {
         Ok((images, domain))
     }
 
+    /// The file that says that a machine has left, and that not all of what it wrote is in its images yet.
+    fn left_mark(&self, machine: &ImageName) -> PathBuf {
+        self.machines.directory().join(format!(".{machine}.left"))
+    }
+
     /// Closes the disks of a machine that has left, and makes what it wrote part of its images, so that it can come back
     /// for what changed since. Returns before that is done.
     ///
     /// # Errors
-    /// [`Code::Held`] when it has not left.
+    /// [`Code::Held`] when it has not left, or is coming back.
     pub async fn left(&self, name: &ImageName) -> Result<(), Refusal> {
-        let Some(record) = self.machines.load(name)? else {
+        if self.config(name).is_err() {
+            // It never came here.
             return Ok(());
+        }
+        let lock = self.machines.lock(name).map_err(failed)?;
+        let record = self.machines.load(name)?;
+        let Some(record) = record.filter(|_| lock.is_some()) else {
+            let text = format!("the machine {name} is being moved, or is unknown");
+            return Err(Refusal::new(Code::Held, text));
         };
         if record.owner == Owner::Here || record.under_way.is_some() {
             let text = format!("the machine {name} has not left this site");
             return Err(Refusal::new(Code::Held, text));
         }
-        let (images, domain) = self.close(name, &record).await?;
+        let mark = self.left_mark(name);
+        let domain = self.domain(name).await?;
+        let mut is_marked = mark.exists();
+        for (index, image) in record.disks.iter().enumerate() {
+            if !is_marked && is_held_by(&domain, image, mount_id(name, &record, index)).await {
+                let made = drover_storage::create_private(&mark);
+                made.and_then(|_| drover_storage::sync_parent(&mark))
+                    .map_err(failed)?;
+                is_marked = true;
+            }
+        }
+        if !is_marked {
+            return Ok(());
+        }
+        let (_, domain) = self.close(name, &record).await?;
         let key = self.server.identity.key();
         tokio::task::spawn_blocking(move || {
             let here = domain.here(key);
-            images.iter().for_each(|image| merge(&here, image));
+            let has_changes = |image: &&ImageName| changes::of_image(&domain.home, image).is_some();
+            let images = record.disks.iter().filter(has_changes);
+            // All of them, also after one that fails.
+            if images
+                .map(|image| merge(&here, image))
+                .fold(true, |all, one| all && one)
+            {
+                let _ = std::fs::remove_file(mark);
+            }
         });
         Ok(())
     }
@@ -298,10 +332,10 @@ impl Site for SiteMachines {
     fn allow<'a>(
         &'a self,
         peer: &'a Peer,
-        offer: &'a OpenMove,
+        machine: &'a ImageName,
+        disks: &'a [ImageName],
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
-            let machine = &offer.machine;
             if self.config(machine)?.domain != peer.domain {
                 let text = format!(
                     "{} expects the machine {machine} from peers of another domain",
@@ -310,13 +344,13 @@ impl Site for SiteMachines {
                 return Err(Refusal::new(Code::Denied, text));
             }
             let domain = self.domain(machine).await?;
-            for disk in &offer.disks {
-                let known = domain.catalog.by_name(&disk.image);
+            for image in disks {
+                let known = domain.catalog.by_name(image);
                 let known = known.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
                 if known.is_some_and(|image| !image.may_be_changed_by(&peer.key, peer.rights)) {
                     let text = format!(
-                        "{} has another image called {}: move the machine under another name",
-                        self.server.name, disk.image
+                        "{} has another image called {image}: move the machine under another name",
+                        self.server.name
                     );
                     return Err(Refusal::new(Code::Denied, text));
                 }
@@ -347,6 +381,10 @@ impl Site for SiteMachines {
         let record = Record::refused(OpenMove::SERVICE, refusal, None);
         let record = record.by(peer).from(address);
         self.server.home.audit().write_limited(record);
+    }
+
+    fn hypervisor(&self, machine: &ImageName) -> Result<PathBuf, Refusal> {
+        Ok(self.config(machine)?.incoming.clone())
     }
 
     fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>> {
@@ -382,11 +420,20 @@ impl Site for SiteMachines {
         record: &'a MachineRecord,
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
-            let (images, domain) = self.close(machine, record).await?;
+            // Its way back brings all of it.
+            let has_left = self.left_mark(machine).exists();
+            let (mut images, domain) = self.close(machine, record).await?;
+            if has_left {
+                let has_changes =
+                    |image: &&ImageName| changes::of_image(&domain.home, image).is_some();
+                images = record.disks.iter().filter(has_changes).cloned().collect();
+            }
+            let mark = self.left_mark(machine);
             let dropped = tokio::task::spawn_blocking(move || {
                 for image in images {
                     domain.devices.drop_changes(&image)?;
                 }
+                let _ = std::fs::remove_file(mark);
                 Ok(())
             });
             let dropped: Result<(), MountError> = dropped.await.map_err(failed)?;
@@ -395,10 +442,15 @@ impl Site for SiteMachines {
     }
 }
 
-/// The mount of a disk: the same after a restart, so that it gets its write lease back.
-fn mount_id(record: &MachineRecord, index: usize) -> MountId {
-    let mut mount = record.seed.0;
-    mount[15] ^= u8::try_from(index).unwrap_or(u8::MAX);
+/// The mount of a disk: the same after a restart, so that it gets its write lease back. No other machine has it, whatever seed
+/// and disks its source claims.
+fn mount_id(machine: &ImageName, record: &MachineRecord, index: usize) -> MountId {
+    let mut hasher = blake3::Hasher::new_derive_key("drover machine disk mount");
+    hasher.update(&record.seed.0);
+    hasher.update(&(index as u64).to_le_bytes());
+    hasher.update(machine.as_str().as_bytes());
+    let mut mount = [0; 16];
+    mount.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     MountId(mount)
 }
 
@@ -413,8 +465,8 @@ async fn is_held_by(domain: &Arc<InUse>, image: &ImageName, mount: MountId) -> b
     holder.is_some_and(|holder| holder.mount == mount)
 }
 
-/// Makes what a machine wrote part of its image.
-fn merge(here: &Here, image: &ImageName) {
+/// Makes what a machine wrote part of its image; whether that was done.
+fn merge(here: &Here, image: &ImageName) -> bool {
     let order = Order {
         name: image.clone(),
         rename: None,
@@ -425,8 +477,12 @@ fn merge(here: &Here, image: &ImageName) {
     let stop = AtomicBool::new(false);
     match changes::merge(here, &order, None, &mut |_, _| {}, &stop) {
         Ok(_) => tracing::info!(image = %image, "it has what its machine wrote"),
-        Err(e) => tracing::warn!(image = %image, "its changes were not merged: {}", one_line(&e)),
+        Err(e) => {
+            tracing::warn!(image = %image, "its changes were not merged: {}", one_line(&e));
+            return false;
+        }
     }
+    true
 }
 
 async fn is_listening(socket: &Path) -> bool {
@@ -475,6 +531,12 @@ async fn start(machine: &ImageName, config: &MachineConfig) -> Result<(), Refusa
         }
         tokio::time::sleep(START_POLL).await;
     }
+    // The next attempt starts another one.
+    if ended.is_none() {
+        let group = rustix::process::Pid::from_child(&child);
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        std::thread::spawn(move || child.wait());
+    }
     failed(format!(
         "{program} has started no QEMU for the machine {machine} that listens at {socket} within {} s",
         START_LIMIT.as_secs()
@@ -493,5 +555,16 @@ impl Handler<CloseMachine> for OfMachines {
         _: &mut Exchange<'_, CloseMachine>,
     ) -> Result<(), Refusal> {
         self.0.site().left(&name).await
+    }
+}
+
+impl Handler<RefuseMachine> for OfMachines {
+    async fn handle(
+        &self,
+        _: &Peer,
+        RefuseMachine { name }: RefuseMachine,
+        _: &mut Exchange<'_, RefuseMachine>,
+    ) -> Result<(), Refusal> {
+        self.0.give_up(name).await
     }
 }

@@ -57,6 +57,7 @@ fn for_machines(services: &mut Services, moves: &Arc<Moves<SiteMachines>>) {
     services.add(DiskWrites(Arc::clone(moves)));
     services.add(MemoryStreams(Arc::clone(moves)));
     services.handle::<crate::machines::CloseMachine>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::machines::RefuseMachine>(OfMachines(Arc::clone(moves)));
 }
 
 fn for_site(services: &mut Services, server: &Arc<Server>) {

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
+use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Stdio};
 
 use drover_hypervisor::machine::Node;
@@ -9,6 +10,10 @@ use drover_hypervisor::testing::{Guest, Launch, Qemu, program};
 use serde_json::Value;
 
 use crate::world::{Site, World, own_address, until, wait};
+
+mod faults;
+mod links;
+mod several_disks;
 
 const SIZE: u64 = 4 << 20;
 
@@ -23,17 +28,25 @@ struct Sites {
 impl Sites {
     /// Two sites that may migrate the machine `web` to each other; none, with a SKIP, where no guest runs.
     fn new(test: &str) -> Option<Sites> {
+        Self::with(test, World::new(), own_address(), &[])
+    }
+
+    /// The same, where `far` is served at this address with these options.
+    fn with(test: &str, world: World, at: SocketAddr, far: &[&str]) -> Option<Sites> {
         program(test)?;
-        let world = World::new();
         let guest = Guest::build(test, world.path("").as_path())?;
         let running = ["near", "far"].map(|home| {
             world.run(home, &["init"]).ok();
             let incoming = world.path(&format!("web-{home}.qmp"));
             let table = format!("[machines.web]\nincoming = {incoming:?}\n");
             fs::write(world.path(home).join("config.toml"), table).unwrap();
-            let address = own_address().to_string();
-            let site = world.process(home, &["serve", "--listen", &address]);
-            (site, address)
+            let (address, options) = match home {
+                "far" => (at, far),
+                _ => (own_address(), &[][..]),
+            };
+            let address = address.to_string();
+            let serve = [&["serve", "--listen", &address], options].concat();
+            (world.process(home, &serve), address)
         });
         for (home, peer) in [("near", "far"), ("far", "near")] {
             let ticket = world.run(peer, &["ticket", "--can", "send,host"]).ok().out;
@@ -53,11 +66,22 @@ impl Sites {
 
     /// Kills a site, and starts it again.
     fn restart(&mut self, home: &str) {
-        let index = usize::from(home == "far");
-        self.running[index].0.signal("KILL");
-        self.running[index].0.wait();
-        let address = self.running[index].1.clone();
-        self.running[index].0 = self.world.process(home, &["serve", "--listen", &address]);
+        self.restart_with(home, &[]);
+    }
+
+    /// The same with environment variables.
+    fn restart_with(&mut self, home: &str, variables: &[(&str, &str)]) {
+        let (site, address) = &mut self.running[usize::from(home == "far")];
+        site.signal("KILL");
+        site.wait();
+        let serve = ["serve", "--listen", address];
+        *site = self.world.process_with(home, &serve, variables);
+    }
+
+    /// The state of the machine in the list of a site.
+    fn state(&self, home: &str) -> Value {
+        let listed = self.world.run(home, &["migrate", "--list", "--json"]).ok();
+        listed.json()[0]["state"].clone()
     }
 
     fn launch(&self, disk: &[Node]) -> Launch {
@@ -126,7 +150,8 @@ impl Moving {
         let machine = sites.hypervisor(from);
         let args = [&["migrate", &machine, to, "--json"], options].concat();
         let mut command = sites.world.drover(from, &args);
-        let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
+        let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = piped.spawn().unwrap();
         let lines = BufReader::new(process.stdout.take().unwrap()).lines();
         Moving { process, lines }
     }
@@ -150,6 +175,15 @@ impl Moving {
         let done = self.until("event", "done");
         assert_eq!(wait(&mut self.process), Some(0));
         done
+    }
+
+    /// Waits for its failure: the machine stays. What it says of that.
+    fn fails(self) -> String {
+        let output = self.process.wait_with_output().unwrap();
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{err}");
+        assert!(err.contains("stays here"), "{err}");
+        err
     }
 
     fn kill(mut self) {
@@ -191,6 +225,15 @@ async fn goes_on(here: &Qemu, there: &mut Qemu) {
     );
     assert!(there.verify().await >= last + 20);
     assert_eq!(here.said("beat"), Some(last), "it runs once");
+}
+
+/// The machine has not left: it writes on, and nothing of the migration is left in its hypervisor.
+async fn stays(sites: &Sites, here: &mut Qemu) {
+    let last = here.said("beat").unwrap();
+    here.wait_said("beat", last + 20).await;
+    assert!(here.verify().await >= last + 20);
+    assert_eq!(left_in(here).await, (0, 0));
+    assert_eq!(sites.state("near"), "running");
 }
 
 /// What drover has made in a hypervisor: bitmaps, exports, block nodes.

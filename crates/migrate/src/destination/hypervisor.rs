@@ -3,10 +3,15 @@
 use std::time::Duration;
 
 use drover_device::backend::nbd::NbdAddress;
-use drover_hypervisor::machine::{Channel, Machine, MigrationStatus, Node};
+use drover_hypervisor::HypervisorError;
+use drover_hypervisor::machine::{
+    Capability, Channel, Data, Machine, Medium, MigrationStatus, Node, RunState,
+};
 use tokio::net::UnixStream;
 
+use super::Served;
 use crate::error::MigrateError;
+use crate::protocol::OpenMove;
 
 /// How long the destination's hypervisor may take to report that it has everything.
 const ARRIVAL: Duration = Duration::from_secs(60);
@@ -17,8 +22,79 @@ const RECONNECT: Duration = Duration::from_secs(300);
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
 
+/// Gives a hypervisor that waits the disks of a machine, in the order of the offer.
+pub(super) async fn give_disks(
+    machine: &Machine,
+    offer: &OpenMove,
+    served: &[Served],
+) -> Result<(), MigrateError> {
+    let name = &offer.machine;
+    let wrong = |text: String| Err(MigrateError::Unsupported(text));
+    let status = machine.status().await?;
+    if status != RunState::InMigrate {
+        return wrong(format!(
+            "the machine {name} there is {status} and does not wait for a migration: start it with -S -incoming defer"
+        ));
+    }
+    machine.set_capabilities(&Capability::NEEDED, true).await?;
+    let found = machine.disks().await?.into_iter();
+    let found: Vec<_> = found
+        .filter_map(|disk| Some((disk.name, disk.medium?)))
+        .filter(|(_, medium)| !medium.read_only)
+        .collect();
+    if found.len() != served.len() || offer.disks.len() != served.len() {
+        return wrong(format!(
+            "the machine {name} has {} writable disks there, and {} here",
+            found.len(),
+            served.len()
+        ));
+    }
+    for (n, (disk, offered)) in served.iter().zip(&offer.disks).enumerate() {
+        let same = |(device, _): &&(String, Medium)| {
+            // With one there is no doubt.
+            *device == offered.device || served.len() == 1
+        };
+        let Some((device, medium)) = found.iter().find(same) else {
+            let there: Vec<_> = found.iter().map(|(device, _)| device.as_str()).collect();
+            return wrong(format!(
+                "the machine {name} has no disk called {} there, but {}: give the devices the same id",
+                offered.device,
+                there.join(", ")
+            ));
+        };
+        if medium.size != disk.device.size() {
+            return wrong(format!(
+                "the disk {device} of the machine {name} has {} bytes there, and {} here",
+                medium.size,
+                disk.device.size()
+            ));
+        }
+        if medium.data != Data::Nbd(disk.address.clone()) {
+            attach(machine, n, &medium.node, &disk.address).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Ends a hypervisor that has begun to receive a machine, or has received it, and did not run it. One that has read nothing
+/// can wait for the next attempt.
+pub(super) async fn abandon(machine: &Machine) {
+    let received = async {
+        let status = machine.status().await?;
+        let info = machine.migration().await?;
+        Ok::<_, HypervisorError>(match status {
+            RunState::InMigrate => info.status != MigrationStatus::None,
+            RunState::Paused => info.status == MigrationStatus::Completed,
+            _ => false,
+        })
+    };
+    if received.await.unwrap_or(false) {
+        machine.quit().await.ok();
+    }
+}
+
 /// Gives a raw block node of a hypervisor that waits the bytes of a disk.
-pub(super) async fn attach(
+async fn attach(
     machine: &Machine,
     n: usize,
     node: &str,

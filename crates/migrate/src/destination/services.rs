@@ -57,11 +57,11 @@ impl<S: Site> Service for DiskWrites<S> {
             call.accept::<SendDisks>(&()).await?;
             call.writer.flush().await?;
             let devices = prepared.disks.into_iter().map(|disk| disk.device).collect();
-            let (mut stop, mut over) = (call.stop.clone(), prepared.over.subscribe());
+            let (mut stop, writing) = (call.stop.clone(), prepared.writing);
             tokio::select! {
-                ended = disks::receive(devices, call.reader, call.writer) => Ok(ended?),
+                ended = disks::receive(devices, writing.clone(), call.reader, call.writer) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
-                _ = over.wait_for(|over| *over) => Ok(()),
+                () = writing.ended() => Ok(()),
             }
         })
     }
@@ -84,13 +84,14 @@ impl<S: Site> Service for MemoryStreams<S> {
             let request: SendMemory = call.request()?;
             let found = self.0.prepared(&peer, &request.machine, request.token);
             let opened = match found.await {
-                Ok(prepared) => receive_stream(&prepared.hypervisor)
-                    .await
-                    .map_err(|e| Refusal::new(Code::Failed, e.to_string())),
+                Ok(prepared) => match receive_stream(&prepared.hypervisor).await {
+                    Ok(local) => Ok((local, prepared.writing)),
+                    Err(e) => Err(Refusal::new(Code::Failed, e.to_string())),
+                },
                 Err(refusal) => Err(refusal),
             };
-            let local = match opened {
-                Ok(local) => local,
+            let (local, writing) = match opened {
+                Ok(opened) => opened,
                 Err(refusal) => return Ok(call.refuse(&refusal).await?),
             };
             call.accept::<SendMemory>(&()).await?;
@@ -101,6 +102,7 @@ impl<S: Site> Service for MemoryStreams<S> {
             tokio::select! {
                 ended = memory::carry(local, call.reader, call.writer, pace, back) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
+                () = writing.ended() => Ok(()),
             }
         })
     }

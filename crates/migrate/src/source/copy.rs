@@ -46,6 +46,16 @@ const OPENING_ROUND_TRIPS: u32 = 3;
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
 
+/// Carries the hypervisor's stream. When it ends the hypervisor finds its socket closed, and does not wait for a link that is
+/// dead.
+struct AbortOnDrop(JoinHandle<Result<(), MigrateError>>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 impl Driver<'_> {
     /// Copies all of the machine; at the end it is paused.
     pub(super) async fn copy(&mut self) -> Result<(), MigrateError> {
@@ -122,7 +132,7 @@ impl Driver<'_> {
             self.order(Ask::Arrived),
         )?;
         self.report.pause.memory_ms = millis(switched);
-        carried.abort();
+        drop(carried);
         self.report.memory_bytes = memory.stream.load(Ordering::Relaxed);
         self.report.memory_wire_bytes = memory.packed.load(Ordering::Relaxed);
         self.report.disk_bytes = sent.disk.load(Ordering::Relaxed);
@@ -157,7 +167,7 @@ impl Driver<'_> {
     async fn begin_memory(
         &self,
         sent: &Arc<Carried>,
-    ) -> Result<(Events, JoinHandle<Result<(), MigrateError>>), MigrateError> {
+    ) -> Result<(Events, AbortOnDrop), MigrateError> {
         let machine = self.machine()?;
         machine.set_capabilities(&Capability::NEEDED, true).await?;
         // A guest that writes faster than the link is slowed down until it fits.
@@ -190,7 +200,8 @@ impl Driver<'_> {
         let theirs = theirs.into_std().map_err(MigrateError::Stream)?;
         machine.pass_descriptor(STREAM, theirs).await?;
         let sent = sent.clone();
-        let carried = tokio::spawn(memory::carry(ours, reader, writer, pace, sent));
+        let carry = memory::carry(ours, reader, writer, pace, sent);
+        let carried = AbortOnDrop(tokio::spawn(carry));
         let events = machine.events();
         machine.migrate(&Channel::Descriptor(STREAM.into())).await?;
         Ok((events, carried))

@@ -47,29 +47,35 @@ pub struct Disks {
 }
 
 impl Disks {
-    /// The disks of a machine that can move.
+    /// The disks of a machine that can move, whose images there are called after `name`.
     ///
     /// # Errors
     /// When it cannot, and why.
     pub async fn of(machine: &Machine, name: &ImageName) -> Result<Disks, MigrateError> {
         machine.check_migratable().await?;
         let status = machine.status().await?;
-        if status != RunState::Running && status != RunState::PostMigrate {
+        if status != RunState::Running {
             return Err(MigrateError::Unsupported(format!(
                 "the machine is {status}: only one that runs moves live; send its images instead"
+            )));
+        }
+        let migration = machine.migration().await?.status;
+        if !migration.is_idle() {
+            return Err(MigrateError::Unsupported(format!(
+                "another program migrates the machine: its migration is {migration}"
             )));
         }
         let memory_bytes = machine.description().await?.memory;
         let (mut nodes, mut offers, mut files) = (Vec::new(), Vec::new(), Vec::new());
         let writable = machine.disks().await?.into_iter();
         let writable: Vec<_> = writable
-            .filter_map(|disk| disk.medium)
-            .filter(|medium| !medium.read_only)
+            .filter_map(|disk| Some((disk.name, disk.medium?)))
+            .filter(|(_, medium)| !medium.read_only)
             .collect();
         if writable.len() > MAX_DISKS {
             return Err(MigrateError::Unsupported("it has too many disks".into()));
         }
-        for (n, medium) in writable.iter().enumerate() {
+        for (n, (device, medium)) in writable.iter().enumerate() {
             if medium.encrypted {
                 return Err(MigrateError::Unsupported(format!(
                     "disk {n} is encrypted by QEMU: its key does not move"
@@ -80,6 +86,7 @@ impl Disks {
                 ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
             offers.push(DiskOffer {
                 image,
+                device: device.clone(),
                 size: medium.size,
                 read_only: false,
             });

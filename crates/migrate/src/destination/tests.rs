@@ -1,0 +1,228 @@
+//! What a site answers about moves, without a hypervisor.
+
+use std::os::unix::fs::symlink;
+
+use drover_net::PeerKey;
+use drover_net::service::DEFAULT_DOMAIN;
+use drover_net::{Right, Rights};
+use drover_store::machine::{Decision, Generation, Owner, Seed};
+
+use super::conversation::Conversation;
+use super::*;
+use crate::protocol::{DiskOffer, OpenMove};
+
+struct Home {
+    machines: Machines,
+    directory: tempfile::TempDir,
+    /// Of the disks that were discarded.
+    discarded: Mutex<Vec<Vec<ImageName>>>,
+}
+
+impl Site for Home {
+    fn machines(&self) -> &Machines {
+        &self.machines
+    }
+
+    fn allow<'a>(
+        &'a self,
+        _: &'a Peer,
+        _: &'a ImageName,
+        disks: &'a [ImageName],
+    ) -> Pending<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            let forbidden = disks.iter().any(|disk| disk.as_str() == "another.raw");
+            match forbidden {
+                true => Err(Refusal::new(Code::Denied, "another's")),
+                false => Ok(()),
+            }
+        })
+    }
+
+    fn happened(&self, _: &ImageName, _: &Other, _: Happened<'_>) {}
+
+    fn refused(&self, _: &Peer, _: &str, _: &Refusal) {}
+
+    fn hypervisor(&self, _: &ImageName) -> Result<PathBuf, Refusal> {
+        Ok(self.directory.path().join("no.qmp"))
+    }
+
+    fn incoming<'a>(&'a self, _: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>> {
+        Box::pin(async { panic!("nothing is started") })
+    }
+
+    fn open_disks<'a>(
+        &'a self,
+        _: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<Vec<Served>, Refusal>> {
+        assert!(record.may_run(), "nothing is opened");
+        Box::pin(async { Ok(Vec::new()) })
+    }
+
+    fn discard_disks<'a>(
+        &'a self,
+        _: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            self.discarded.lock().push(record.disks.clone());
+            Ok(())
+        })
+    }
+}
+
+fn site() -> Arc<Moves<Home>> {
+    let directory = tempfile::tempdir().unwrap();
+    Moves::new(Arc::new(Home {
+        machines: Machines::new(directory.path().join("machines")),
+        directory,
+        discarded: Mutex::default(),
+    }))
+}
+
+fn peer(n: u8) -> Peer {
+    Peer {
+        key: PeerKey([n; 32]),
+        name: format!("site{n}"),
+        rights: Rights::of(&[Right::Host]),
+        domain: DEFAULT_DOMAIN.into(),
+    }
+}
+
+fn web() -> ImageName {
+    ImageName::new("web").unwrap()
+}
+
+fn offer(token: u8, disk: &str) -> Arc<OpenMove> {
+    Arc::new(OpenMove {
+        token: Token([token; 16]),
+        machine: web(),
+        seed: Seed([7; 16]),
+        generation: Generation(0),
+        disks: vec![DiskOffer {
+            image: ImageName::new(disk).unwrap(),
+            device: "vd0".into(),
+            size: 4096,
+            read_only: false,
+        }],
+        memory_bytes: 1,
+    })
+}
+
+#[tokio::test]
+async fn a_peer_does_not_end_the_move_of_another() {
+    let moves = site();
+    let (one, answer) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    assert_eq!(answer.decision, Decision::Open);
+    for token in [1, 2] {
+        let refused = moves.open(&peer(2), offer(token, "web.raw")).await;
+        let code = refused.map(|_| ()).unwrap_err().code;
+        assert!(matches!(code, Code::Denied | Code::Held), "{code:?}");
+    }
+    let begun = moves.asked(&one, Ask::Begin).await.unwrap().unwrap();
+    assert_eq!((begun.decision, begun.why.as_str()), (Decision::Open, ""));
+    // Its own next conversation takes the place of the first.
+    let (two, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    assert_eq!(moves.asked(&one, Ask::Cancel).await.unwrap(), None);
+    let cancelled = moves.asked(&two, Ask::Cancel).await.unwrap().unwrap();
+    assert_eq!(cancelled.decision, Decision::Refused);
+}
+
+#[tokio::test]
+async fn after_the_decision_nothing_is_prepared_and_nothing_discarded() {
+    let moves = site();
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    moves.asked(&about, Ask::Cancel).await.unwrap();
+    let before = moves.site.discarded.lock().len();
+    // Nothing is opened or started: the site would panic.
+    for ask in [Ask::Prepare, Ask::Begin, Ask::Arrived, Ask::Commit] {
+        let answer = moves.asked(&about, ask).await.unwrap().unwrap();
+        assert_eq!(answer.decision, Decision::Refused);
+    }
+    assert_eq!(moves.site.discarded.lock().len(), before);
+}
+
+#[tokio::test]
+async fn an_image_that_came_meanwhile_and_is_anothers_is_not_opened() {
+    let moves = site();
+    let refused = moves.open(&peer(1), offer(1, "another.raw")).await;
+    assert!(refused.is_err());
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    let mut record = moves.site.machines.load(&web()).unwrap().unwrap();
+    record.disks = vec![ImageName::new("another.raw").unwrap()];
+    let refused = moves.prepare(&about, &record).await;
+    assert!(refused.is_err_and(|e| e.code() == Some(Code::Denied)));
+}
+
+#[tokio::test]
+async fn what_could_not_be_recorded_is_not_answered() {
+    let moves = site();
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    let directory = moves.site.machines.directory().to_owned();
+    // Nothing can be written there any more.
+    let aside = directory.with_extension("aside");
+    std::fs::rename(&directory, &aside).unwrap();
+    symlink("/dev/null/none", &directory).unwrap();
+    assert!(moves.asked(&about, Ask::Cancel).await.is_err());
+    std::fs::remove_file(&directory).unwrap();
+    std::fs::rename(&aside, &directory).unwrap();
+    let (about, answer) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    assert_eq!(answer.decision, Decision::Open, "as it is recorded");
+    let answer = moves.asked(&about, Ask::Commit).await.unwrap().unwrap();
+    assert_eq!(answer.decision, Decision::Refused);
+    let known = moves.site.machines.load(&web()).unwrap().unwrap();
+    assert_eq!(known.decision(Token([1; 16])), Decision::Refused);
+}
+
+#[tokio::test]
+async fn a_move_of_an_earlier_process_is_discarded_with_its_own_disks() {
+    let first = site();
+    first.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    let known = first.site.machines.load(&web()).unwrap().unwrap();
+    let second = site();
+    second.site.machines.store(&web(), &known).unwrap();
+    second.open(&peer(1), offer(2, "web-0.raw")).await.unwrap();
+    let discarded = second.site.discarded.lock().clone();
+    assert_eq!(discarded, [known.disks.clone()]);
+    // The same move with other disks is not the same.
+    let third = site();
+    third.site.machines.store(&web(), &known).unwrap();
+    let refused = third.open(&peer(1), offer(1, "web-0.raw")).await;
+    assert!(refused.is_err());
+}
+
+#[tokio::test]
+async fn a_person_of_the_site_refuses_a_move() {
+    let moves = site();
+    assert!(moves.give_up(web()).await.is_err());
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    moves.give_up(web()).await.unwrap();
+    let answer = moves.asked(&about, Ask::Commit).await.unwrap().unwrap();
+    assert_eq!(answer.decision, Decision::Refused);
+    // One whose machine was taken, and did not start, before a restart.
+    let moves = site();
+    let unknown = MachineRecord::foreign(Seed([7; 16]), Generation(0), about.from());
+    let coming = unknown.receive(
+        Token([1; 16]),
+        Seed([7; 16]),
+        Generation(0),
+        about.from(),
+        Vec::new(),
+    );
+    let taken = coming.unwrap().take(Token([1; 16])).unwrap();
+    moves.site.machines.store(&web(), &taken).unwrap();
+    moves.restart().await;
+    let known = || moves.site.machines.load(&web()).unwrap().unwrap();
+    assert!(known().under_way.is_some(), "no QEMU has it");
+    moves.give_up(web()).await.unwrap();
+    assert_eq!((known().owner, known().under_way), (Owner::Here, None));
+}
+
+impl Conversation {
+    fn from(&self) -> Other {
+        Other {
+            key: self.peer.key.0,
+            name: self.peer.name.clone(),
+        }
+    }
+}
