@@ -366,13 +366,13 @@ impl<S: Site> Moves<S> {
         match prepared.take() {
             Some(prepared) => {
                 prepared.writing.end().await;
-                abandon(&prepared.hypervisor).await;
+                abandon(&prepared.hypervisor, record.disks.len()).await;
             }
             // Of an earlier process of this site, perhaps.
             None => {
                 let socket = self.site.hypervisor(name)?;
                 if let Ok(machine) = Machine::connect(socket).await {
-                    abandon(&machine).await;
+                    abandon(&machine, record.disks.len()).await;
                 }
             }
         }

@@ -12,7 +12,6 @@ use serde_json::Value;
 use crate::world::{Site, World, own_address, until, wait};
 
 mod faults;
-mod links;
 mod several_disks;
 
 const SIZE: u64 = 4 << 20;
@@ -71,9 +70,15 @@ impl Sites {
 
     /// The same with environment variables.
     fn restart_with(&mut self, home: &str, variables: &[(&str, &str)]) {
-        let (site, address) = &mut self.running[usize::from(home == "far")];
+        let site = &mut self.running[usize::from(home == "far")].0;
         site.signal("KILL");
         site.wait();
+        self.serve_again(home, variables);
+    }
+
+    /// Starts a site that has ended.
+    fn serve_again(&mut self, home: &str, variables: &[(&str, &str)]) {
+        let (site, address) = &mut self.running[usize::from(home == "far")];
         let serve = ["serve", "--listen", address];
         *site = self.world.process_with(home, &serve, variables);
     }

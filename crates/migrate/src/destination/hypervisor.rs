@@ -5,7 +5,7 @@ use std::time::Duration;
 use drover_device::backend::nbd::NbdAddress;
 use drover_hypervisor::HypervisorError;
 use drover_hypervisor::machine::{
-    Capability, Channel, Data, Machine, Medium, MigrationStatus, Node, RunState,
+    Capability, Channel, Data, Machine, Medium, MigrationStatus, Node, RunState, Yank,
 };
 use tokio::net::UnixStream;
 
@@ -78,7 +78,7 @@ pub(super) async fn give_disks(
 
 /// Ends a hypervisor that has begun to receive a machine, or has received it, and did not run it. One that has read nothing
 /// can wait for the next attempt.
-pub(super) async fn abandon(machine: &Machine) {
+pub(super) async fn abandon(machine: &Machine, disks: usize) {
     let received = async {
         let status = machine.status().await?;
         let info = machine.migration().await?;
@@ -89,6 +89,11 @@ pub(super) async fn abandon(machine: &Machine) {
         })
     };
     if received.await.unwrap_or(false) {
+        // It would wait for the server of its disks, which an earlier process of this site was.
+        for n in 0..disks {
+            let connection = Yank::BlockNode(node_name(n));
+            machine.yank(&[connection]).await.ok();
+        }
         machine.quit().await.ok();
     }
 }
@@ -100,7 +105,7 @@ async fn attach(
     node: &str,
     disk: &NbdAddress,
 ) -> Result<(), MigrateError> {
-    let file = format!("drover-{n}");
+    let file = node_name(n);
     let nbd = Node::Nbd {
         name: file.clone(),
         address: disk.clone(),
@@ -112,6 +117,11 @@ async fn attach(
         file,
     };
     Ok(machine.reopen_node(&raw).await?)
+}
+
+/// What the block node of a disk is called.
+fn node_name(n: usize) -> String {
+    format!("drover-{n}")
 }
 
 /// Waits until the hypervisor has all of the machine.
