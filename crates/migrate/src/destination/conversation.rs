@@ -261,7 +261,11 @@ impl<S: Site> Moves<S> {
         self.site.allow(&about.peer, name, &record.disks).await?;
         let served = self.site.open_disks(name, record).await?;
         let hypervisor = Machine::connect(self.site.incoming(name).await?).await?;
-        give_disks(&hypervisor, offer, &served).await?;
+        let sizes = served.iter();
+        let disks: Vec<_> = sizes
+            .map(|disk| (disk.device.size(), disk.address.clone()))
+            .collect();
+        give_disks(&hypervisor, offer, &disks).await?;
         Ok(Prepared {
             hypervisor,
             disks: served,

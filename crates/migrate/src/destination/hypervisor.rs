@@ -9,7 +9,6 @@ use drover_hypervisor::machine::{
 };
 use tokio::net::UnixStream;
 
-use super::Served;
 use crate::error::MigrateError;
 use crate::protocol::OpenMove;
 
@@ -22,11 +21,11 @@ const RECONNECT: Duration = Duration::from_secs(300);
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
 
-/// Gives a hypervisor that waits the disks of a machine, in the order of the offer.
+/// Gives a hypervisor that waits the disks of a machine, in the order of the offer: their sizes, and where they are served.
 pub(super) async fn give_disks(
     machine: &Machine,
     offer: &OpenMove,
-    served: &[Served],
+    served: &[(u64, NbdAddress)],
 ) -> Result<(), MigrateError> {
     let name = &offer.machine;
     let wrong = |text: String| Err(MigrateError::Unsupported(text));
@@ -49,7 +48,7 @@ pub(super) async fn give_disks(
             served.len()
         ));
     }
-    for (n, (disk, offered)) in served.iter().zip(&offer.disks).enumerate() {
+    for (n, ((size, address), offered)) in served.iter().zip(&offer.disks).enumerate() {
         let same = |(device, _): &&(String, Medium)| {
             // With one there is no doubt.
             *device == offered.device || served.len() == 1
@@ -62,15 +61,14 @@ pub(super) async fn give_disks(
                 there.join(", ")
             ));
         };
-        if medium.size != disk.device.size() {
+        if medium.size != *size {
             return wrong(format!(
                 "the disk {device} of the machine {name} has {} bytes there, and {} here",
-                medium.size,
-                disk.device.size()
+                medium.size, size
             ));
         }
-        if medium.data != Data::Nbd(disk.address.clone()) {
-            attach(machine, n, &medium.node, &disk.address).await?;
+        if medium.data != Data::Nbd(address.clone()) {
+            attach(machine, n, &medium.node, address).await?;
         }
     }
     Ok(())
