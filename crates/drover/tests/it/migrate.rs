@@ -238,7 +238,7 @@ async fn stays(sites: &Sites, here: &mut Qemu) {
     here.wait_said("beat", last + 20).await;
     assert!(here.verify().await >= last + 20);
     assert_eq!(left_in(here).await, (0, 0));
-    assert_eq!(sites.state("near"), "running");
+    assert_eq!(sites.state("near"), "here");
 }
 
 /// What drover has made in a hypervisor: bitmaps, exports, block nodes.

@@ -75,7 +75,7 @@ async fn the_qemu_at_the_source_dies_in_each_step() {
         here.kill();
         let err = moving.fails();
         assert!(err.contains("its QEMU has ended"), "{err}");
-        assert_eq!(sites.state("near"), "running");
+        assert_eq!(sites.state("near"), "here");
         assert_eq!(there.said("beat"), None, "{step}");
         there.kill();
     }
@@ -124,7 +124,7 @@ async fn the_destination_dies_between_the_commitment_and_the_answer() {
         goes_on(&here, &mut there).await;
         assert_eq!(
             (sites.state(from), sites.state(to)),
-            ("gone".into(), "running".into())
+            ("away".into(), "here".into())
         );
         here = there;
     }
@@ -165,7 +165,7 @@ async fn the_same_command_goes_on_after_the_commitment() {
     Moving::begin(&sites, "near", "far", &[]).done();
     here.ended().await;
     goes_on(&here, &mut there).await;
-    assert_eq!(sites.state("near"), "gone");
+    assert_eq!(sites.state("near"), "away");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -189,7 +189,7 @@ async fn a_person_at_the_destination_gives_up_a_machine_that_does_not_come() {
     moving.fails();
     there.ended().await;
     stays(&sites, &mut here).await;
-    assert_eq!(sites.state("far"), "gone");
+    assert_eq!(sites.state("far"), "away");
     // The same after a restart, of a source that does not come back.
     there = sites.wait_for_it("far").await;
     let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
