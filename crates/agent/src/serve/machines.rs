@@ -152,6 +152,10 @@ impl SiteMachines {
                 );
                 return Err(Refusal::new(Code::Held, text));
             }
+            // A copy that the machine left here earlier, and that it has come back to.
+            let (devices, thawed) = (Arc::clone(&domain.devices), image.clone());
+            let thaw = tokio::task::spawn_blocking(move || devices.thaw(&thawed));
+            thaw.await.map_err(failed)?.map_err(failed)?;
             disks.push(self.open_one(&domain, name, mount, image).await?);
         }
         let socket = self.socket(name);
@@ -294,6 +298,7 @@ impl SiteMachines {
             {
                 let _ = std::fs::remove_file(mark);
             }
+            record.disks.iter().for_each(|image| freeze(&domain, image));
         });
         Ok(())
     }
@@ -429,9 +434,13 @@ impl Site for SiteMachines {
                 images = record.disks.iter().filter(has_changes).cloned().collect();
             }
             let mark = self.left_mark(machine);
+            let is_away = record.owner != Owner::Here;
             let dropped = tokio::task::spawn_blocking(move || {
                 for image in images {
                     domain.devices.drop_changes(&image)?;
+                    if is_away {
+                        freeze(&domain, &image);
+                    }
                 }
                 let _ = std::fs::remove_file(mark);
                 Ok(())
@@ -463,6 +472,13 @@ async fn is_held_by(domain: &Arc<InUse>, image: &ImageName, mount: MountId) -> b
         .and_then(|leased| leased.ok()?)
         .and_then(|leased| leased.holder);
     holder.is_some_and(|holder| holder.mount == mount)
+}
+
+/// Keeps what a machine that is elsewhere has left here from being started: it is an old copy.
+fn freeze(domain: &InUse, image: &ImageName) {
+    if let Err(e) = domain.devices.freeze(image) {
+        tracing::warn!(image = %image, "it is not protected from being written: {e}");
+    }
 }
 
 /// Makes what a machine wrote part of its image; whether that was done.

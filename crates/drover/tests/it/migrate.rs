@@ -295,6 +295,12 @@ async fn a_machine_moves_and_comes_back() {
         );
         here = there;
     }
+    // What it has left near is an old copy, though it was here twice.
+    until("the copy that it left is frozen", || {
+        let images = sites.world.run("near", &["images", "--json"]).ok().json();
+        let left = images.iter().find(|image| image["name"] == "web-0.raw");
+        left.unwrap()["generations"]["frozen"] == true
+    });
     // What the machine wrote there is part of its image now.
     until("the changes are merged", || {
         let changes = sites.world.run("near", &["changes", "--json"]).ok().json();
