@@ -25,6 +25,7 @@ pub enum Event {
 /// What its driver does, in this order. When one fails, it does none of those that follow, and continues from the record
 /// on the disk with another leecher.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there are few at a time")]
 pub enum Action {
     /// Make this record durable.
     Keep(MachineRecord),

@@ -292,10 +292,8 @@ impl SiteMachines {
             let has_changes = |image: &&ImageName| changes::of_image(&domain.home, image).is_some();
             let images = record.disks.iter().filter(has_changes);
             // All of them, also after one that fails.
-            if images
-                .map(|image| merge(&here, image))
-                .fold(true, |all, one| all && one)
-            {
+            let failures = images.filter(|image| !merge(&here, image)).count();
+            if failures == 0 {
                 let _ = std::fs::remove_file(mark);
             }
             record.disks.iter().for_each(|image| freeze(&domain, image));

@@ -99,7 +99,7 @@ impl<S: Site> Moves<S> {
                 known.conversation += 1;
                 return Ok(opened(known));
             }
-            if !known.leecher.is_over() && !(is_own && known.leecher.may_begin()) {
+            if !(known.leecher.is_over() || is_own && known.leecher.may_begin()) {
                 let text = format!("{name} is being received from {}", known.from.name);
                 return Err(Refusal::new(Code::Held, text));
             }

@@ -183,7 +183,7 @@ async fn a_move_of_an_earlier_process_is_discarded_with_its_own_disks() {
     second.site.machines.store(&web(), &known).unwrap();
     second.open(&peer(1), offer(2, "web-0.raw")).await.unwrap();
     let discarded = second.site.discarded.lock().clone();
-    assert_eq!(discarded, [known.disks.clone()]);
+    assert_eq!(discarded, std::slice::from_ref(&known.disks));
     // The same move with other disks is not the same.
     let third = site();
     third.site.machines.store(&web(), &known).unwrap();
