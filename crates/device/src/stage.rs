@@ -2,11 +2,13 @@
 
 mod chunked;
 mod gated;
+mod journaled;
 mod lockable;
 mod tracked;
 
 pub use chunked::Chunked;
 pub use gated::{Entry, Gate, Gated, Operation, Request};
+pub use journaled::Journaled;
 pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
 pub use tracked::{Dirty, TrackHandle, Tracked};
 

@@ -5,6 +5,7 @@
 //! migration until the machine has left again; then what was written becomes part of the image.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, ImageName};
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use drover_device::builder::Stack;
+use drover_device::stage::Journaled;
 use drover_frontend::nbd;
 use drover_migrate::protocol::OpenMove;
 use drover_migrate::{Happened, Moves, Pending, Served, Site};
@@ -23,6 +25,7 @@ use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_net::service::{Exchange, Handler, Peer, Request};
 use drover_net::{Code, PeerKey, Refusal};
+use drover_storage::{Directory, HostDirectory};
 use drover_store::Catalog;
 use drover_store::lease::{Access, MountId};
 use drover_store::machine::{MachineRecord, Machines, Other, Owner};
@@ -105,10 +108,28 @@ impl SiteMachines {
         self.machines.directory().join(format!(".{machine}.nbd"))
     }
 
+    /// The directory with the journal of a disk.
+    fn journal(&self, machine: &ImageName, index: usize) -> PathBuf {
+        let name = format!(".{machine}-{index}.journal");
+        self.machines.directory().join(name)
+    }
+
+    /// Removes the journal of a disk that is not open.
+    fn forget_journal(&self, machine: &ImageName, index: usize) {
+        let path = self.journal(machine, index);
+        match std::fs::remove_dir_all(&path) {
+            Err(e) if e.kind() != ErrorKind::NotFound => {
+                tracing::warn!("cannot remove {}: {e}", path.display());
+            }
+            _ => {}
+        }
+    }
+
     async fn open_one(
         &self,
         domain: &Arc<InUse>,
         machine: &ImageName,
+        index: usize,
         mount: MountId,
         image: &ImageName,
     ) -> Result<OpenDisk, Refusal> {
@@ -127,10 +148,20 @@ impl SiteMachines {
         let client = Arc::new(client.map_err(|e| failed(&e))?);
         let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build();
         let stack = stack.map_err(|e| failed(&e))?;
+        // QEMU writes nothing again when this process has been killed, and another one serves the disk.
+        let journal = self.journal(machine, index);
+        let journaled = tokio::task::spawn_blocking(move || -> std::io::Result<_> {
+            let boot = std::fs::read("/proc/sys/kernel/random/boot_id")?;
+            let mut id = [0; 16];
+            id.copy_from_slice(&blake3::hash(&boot).as_bytes()[..16]);
+            let directory: Arc<dyn Directory> = Arc::new(HostDirectory::open_or_create(&journal)?);
+            Journaled::open(stack.device, &directory, id).map_err(std::io::Error::other)
+        });
+        let journaled = journaled.await.map_err(|e| failed(&e))?;
         Ok(OpenDisk {
             image: image.clone(),
             client,
-            device: stack.device,
+            device: Arc::new(journaled.map_err(|e| failed(&e))?),
         })
     }
 
@@ -156,7 +187,10 @@ impl SiteMachines {
             let (devices, thawed) = (Arc::clone(&domain.devices), image.clone());
             let thaw = tokio::task::spawn_blocking(move || devices.thaw(&thawed));
             thaw.await.map_err(failed)?.map_err(failed)?;
-            disks.push(self.open_one(&domain, name, mount, image).await?);
+            if is_new {
+                self.forget_journal(name, index);
+            }
+            disks.push(self.open_one(&domain, name, index, mount, image).await?);
         }
         let socket = self.socket(name);
         let export = |(index, disk): (usize, &OpenDisk)| nbd::Export {
@@ -220,7 +254,8 @@ impl SiteMachines {
                 for (index, image) in record.disks.iter().enumerate() {
                     let mount = mount_id(name, record, index);
                     if is_held_by(&domain, image, mount).await {
-                        disks.push(self.open_one(&domain, name, mount, image).await?);
+                        let opened = self.open_one(&domain, name, index, mount, image);
+                        disks.push(opened.await?);
                     }
                 }
                 (disks, domain)
@@ -230,6 +265,9 @@ impl SiteMachines {
         let (devices, names) = (Arc::clone(&domain.devices), images.clone());
         let close = move || {
             for disk in disks {
+                if let Err(e) = disk.device.flush() {
+                    tracing::warn!(image = %disk.image, "its last writes may be lost: {e}");
+                }
                 if let Err(e) = disk.client.close_now() {
                     tracing::warn!(image = %disk.image, "its write lease was not returned: {e}");
                 }
@@ -243,6 +281,8 @@ impl SiteMachines {
         };
         // The panic was logged.
         let _ = tokio::task::spawn_blocking(close).await;
+        // All of it was flushed when they were closed.
+        (0..record.disks.len()).for_each(|index| self.forget_journal(name, index));
         Ok((images, domain))
     }
 

@@ -126,6 +126,11 @@ async fn the_destination_dies_between_the_commitment_and_the_answer() {
             (sites.state(from), sites.state(to)),
             ("away".into(), "here".into())
         );
+        // A crash of the site that serves the disk takes nothing from the machine.
+        sites.restart(to);
+        let said = there.said("beat").unwrap();
+        there.wait_said("beat", said + 20).await;
+        there.verify().await;
         here = there;
     }
 }
