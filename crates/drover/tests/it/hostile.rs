@@ -14,14 +14,17 @@ use std::fs;
 use std::time::Duration;
 
 use drover_agent::domains::{AddDomain, MoveImage, RemoveDomain};
+use drover_agent::machines::{CloseMachine, RefuseMachine};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
+use drover_migrate::protocol::{OpenMove, SendDisks, SendMemory};
 use drover_net::service::{self, Request, encode_call, kind};
 use drover_net::{
     Code, ConnectOptions, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Role,
     Ticket, connect_any, decode, greet, greet_as,
 };
+use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
     BeginMatching, BeginMatchingFor, IndexImage, JoinSession, ListImages, ListTransfers,
     OpenSession, RemoveImage, RemoveTransfer, ShareImage, VerifyImage,
@@ -131,6 +134,22 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             with: "web".into(),
             share: true,
         }),
+        encode_call(&OpenMove {
+            token: Token([1; 16]),
+            machine: of(),
+            seed: Seed([1; 16]),
+            generation: Generation(0),
+            disks: Vec::new(),
+            memory_bytes: 0,
+        }),
+        encode_call(&SendDisks {
+            machine: of(),
+            token: Token([1; 16]),
+        }),
+        encode_call(&SendMemory {
+            machine: of(),
+            token: Token([1; 16]),
+        }),
         b"\x07nothing".to_vec(),
     ];
     let at_home = [
@@ -151,6 +170,8 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
         encode_call(&IndexImage { path }),
+        encode_call(&CloseMachine { name: of() }),
+        encode_call(&RefuseMachine { name: of() }),
         encode_call(&mounts::ListLeases),
         encode_call(&mounts::BreakLease { name: of() }),
     ];
