@@ -12,6 +12,7 @@ use serde_json::Value;
 use crate::world::{Site, World, own_address, until, wait};
 
 mod faults;
+mod links;
 mod several_disks;
 
 const SIZE: u64 = 4 << 20;
