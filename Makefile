@@ -1,11 +1,12 @@
 # What a person types. Everything works from a clean clone with a Rust toolchain on PATH.
 
-.PHONY: help demo test guests lint bench dist deps
+.PHONY: help demo test guests examples lint bench dist deps
 
 help:
 	@echo "make demo    two sites on loopback, two related images, and what crossed the wire"
 	@echo "make test    every test; ends with the counts"
 	@echo "make guests  the tests that boot machines: block drivers of Debian's kernel, live migration, a system that boots from afar"
+	@echo "make examples  programs that are built apart: a WebAssembly machine that moves while it runs"
 	@echo "make lint    format, clippy, documentation, layers"
 	@echo "make bench   the lab: drover against its rivals and the limit, for an hour (MINUTES=60, FULL=1); makes docs/benchmarks.md"
 	@echo "make dist    an optimised, stripped drover with man pages, completions and the systemd unit"
@@ -22,6 +23,10 @@ test:
 guests:
 	@scripts/install-deps build test guests lab
 	@scripts/guests drivers migrate boot
+
+examples:
+	@scripts/install-deps build
+	@cargo test --manifest-path examples/wasm/Cargo.toml
 
 lint:
 	@scripts/install-deps build

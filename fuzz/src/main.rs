@@ -24,6 +24,7 @@ mod net_frames;
 mod overlay_files;
 mod pending_journal;
 mod plan_decode;
+mod program_frames;
 mod qmp_messages;
 mod roles;
 mod transfer_log;
@@ -56,6 +57,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("overlay_files", overlay_files::run),
     ("pending_journal", pending_journal::run),
     ("plan_decode", plan_decode::run),
+    ("program_frames", program_frames::run),
     ("qmp_messages", qmp_messages::run),
     ("roles", roles::run),
     ("transfer_log", transfer_log::run),

@@ -1,9 +1,24 @@
-//! Requests of an untrusted destination: ascending, disjoint runs of at most a batch.
+//! What an untrusted destination asks for, ascending, disjoint runs of at most a batch, and which batches it says it has.
 
 use drover_teleport::protocol::BATCH_BLOCKS;
-use drover_teleport::testing::Need;
+use drover_teleport::testing::{Have, Need};
 
 pub fn run(data: &[u8]) {
+    if let Ok(have) = Have::decode(data) {
+        assert!(have.batches.count() <= 1 << 21);
+        for (first, n) in have.batches.iter() {
+            assert!(have.has(first) && have.has(first + n - 1) && !have.has(first + n));
+            assert!(first == 0 || !have.has(first - 1));
+        }
+        let again = Have::decode(&have.encode()).expect("what was encoded");
+        assert!(
+            again
+                .batches
+                .iter()
+                .zip(have.batches.iter())
+                .all(|(a, b)| a == b)
+        );
+    }
     let Ok(need) = Need::decode(data) else { return };
     assert!(need.runs.count() <= BATCH_BLOCKS);
     let runs: Vec<_> = need.runs.iter().collect();

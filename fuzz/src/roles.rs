@@ -145,7 +145,7 @@ fn destination(input: &mut Input<'_>) {
                     .collect();
                 Event::Proved { index, wrong }
             }
-            _ => Event::End(Digest([9; 32])),
+            _ => Event::End(Some(Digest([9; 32]))),
         };
         let mut actions = Vec::new();
         if machine.handle(event, &mut actions).is_err() {
@@ -210,16 +210,19 @@ fn the_source(input: &mut Input<'_>) {
             }),
             1 if walked < walk_to => {
                 walked += 1;
-                source::Event::Walked {
-                    index: walked - 1,
-                    frame: vec![],
+                match input.byte() & 1 {
+                    0 => source::Event::Walked {
+                        index: walked - 1,
+                        frame: vec![],
+                    },
+                    _ => source::Event::Skipped(walked - 1),
                 }
             }
             2 => source::Event::Need(Need { runs: input.runs() }),
             3 => source::Event::Ack(input.number()),
             4 if walked == walk_blocks.div_ceil(BATCH_BLOCKS) && !ended => {
                 ended = true;
-                source::Event::WalkEnded(Digest([1; 32]))
+                source::Event::WalkEnded((input.byte() & 1 == 0).then_some(Digest([1; 32])))
             }
             _ => source::Event::Delivered(Delivered {
                 digest: Digest([input.byte() as u8; 32]),
@@ -237,6 +240,7 @@ fn the_source(input: &mut Input<'_>) {
                     assert!(to >= walk_to && to <= walk_blocks.div_ceil(BATCH_BLOCKS));
                     walk_to = to;
                 }
+                source::Action::Skip(index) => assert_eq!(index, walked - 1),
                 source::Action::Literals(runs) => {
                     assert!(runs.blocks().all(|b| b < walk_blocks));
                 }

@@ -25,7 +25,7 @@ use log::Log;
 pub use jiff::Timestamp;
 pub use log::{MAX_FILE_BYTES, MAX_LINE_BYTES, OLD_FILES};
 pub use read::{Entry, Filter, Lines, since};
-pub use record::{Audited, By, Event, Outcome, Record, grant_text};
+pub use record::{Audited, By, Event, Migration, Outcome, Record, grant_text};
 
 /// The audit log of a site, as this process writes to it.
 #[derive(Debug)]

@@ -33,6 +33,7 @@ pub use merge::{Author, Merged, Order, merge};
 pub use part::Target;
 pub use recover::{recover, recover_own};
 pub use turn::Here;
+pub(crate) use turn::crash;
 
 /// The changes that mounts made to one image, as reported to users.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -27,6 +27,8 @@ pub enum Kind {
     Usage = 2,
     /// Refused by a peer or this site: trust, space or policy, or there is no image of that name.
     Refused = 3,
+    /// What this site sends has taken over at the peer: this site has the old copy.
+    Fenced = 4,
 }
 
 impl Kind {
@@ -35,6 +37,7 @@ impl Kind {
         match code {
             2 => Kind::Usage,
             3 => Kind::Refused,
+            4 => Kind::Fenced,
             _ => Kind::Failed,
         }
     }

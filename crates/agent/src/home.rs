@@ -21,6 +21,7 @@ use drover_net::{DEFAULT_DOMAIN, Identity};
 use drover_storage::{make_private_dir, open_private};
 use drover_store::domain;
 use drover_store::machine::Machines;
+use drover_store::replica::{Records, Replica, Sent};
 use drover_store::space::Places;
 
 use crate::audit::Audit;
@@ -318,6 +319,21 @@ impl Home {
     /// The records of machines that migrate, of all domains.
     pub fn machines(&self) -> Machines {
         Machines::new(self.site_dir().join("machines"))
+    }
+
+    /// The records of disks of programs that move, of this domain.
+    pub fn disks(&self) -> Machines {
+        Machines::new(self.dir.join("disks"))
+    }
+
+    /// The records of replicas that this domain keeps.
+    pub fn replicas(&self) -> Records<Replica> {
+        Records::new(self.dir.join("replicas"))
+    }
+
+    /// The records of replicas that are sent from this domain.
+    pub fn replicas_sent(&self) -> Records<Sent> {
+        Records::new(self.dir.join("replicas-sent"))
     }
 
     /// The control socket of the running site.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use drover_core::ImageName;
 use drover_image::named_files;
-use drover_net::Code;
+use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::services::{
     ImageInfo, IndexImage, ListImages, Progress, Removal, RemoveImage, ShareImage, Verified,
@@ -17,6 +17,7 @@ use crate::audit::{Audited, Event, Outcome, Record};
 use crate::changes;
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
+use crate::machines::forget_disk;
 use crate::mounts::refuse_written;
 use crate::own::Own;
 use crate::remote::Call;
@@ -161,7 +162,9 @@ pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -
     }
     let site = Own::open(home, catalog).await?;
     let name = name.clone();
+    let removed = name.clone();
     let record = site.run(move |site| site.remove(&name)).await?;
+    forget_disk(&home.disks(), &removed);
     let removal = Removal {
         external: record.external,
         data_bytes: record.data_bytes,
@@ -344,4 +347,22 @@ impl Indexer {
             None => Ok(()),
         }
     }
+}
+
+/// Freezes the image of a disk that a machine has left here, a file of its own, and begins its generations; they are returned
+/// as a peer is told them.
+///
+/// # Errors
+/// When they cannot be written.
+pub fn freeze_left(
+    home: &Home,
+    machine: &ImageName,
+    image: &ImageRecord,
+) -> Result<Option<Vec<u8>>> {
+    let domain = home.config.machines.get(machine.as_str());
+    let domain = domain.map_or(DEFAULT_DOMAIN, |config| &config.domain);
+    let state = home.domain(domain)?.mounted_dir();
+    let (name, size) = (&image.name, image.virtual_bytes);
+    let frozen = drover_mount::server::freeze_on_disk(&state, name, size, image.digest)?;
+    Ok(frozen.map(|generations| generations.encode()))
 }

@@ -40,6 +40,7 @@ pub mod own;
 pub mod pairing;
 mod quota;
 pub mod remote;
+pub mod replicas;
 mod rights;
 pub mod serve;
 pub mod signals;

@@ -12,10 +12,16 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMet
 use prometheus_client::metrics::TypedMetric;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use crate::audit::Migration;
 use crate::mounts::{self, DiskStatus, MountState};
+use crate::replicas::ReplicaInfo;
 use crate::status::{DomainStatus, Status, Taken};
+
+/// Bounds of the pauses of machines that are counted together, in seconds.
+const PAUSES: [f64; 10] = [0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0];
 
 /// Counters of a site's process.
 #[derive(Debug, Default)]
@@ -50,6 +56,52 @@ pub struct Metrics {
     pub verified_bad: AtomicU64,
     /// Events that could not be written to the audit log.
     pub audit_failed: AtomicU64,
+    /// Machines.
+    pub migrations: Migrations,
+}
+
+/// Counters of migrations that have ended.
+#[derive(Debug)]
+pub struct Migrations {
+    /// Machines that came here.
+    pub arrived: AtomicU64,
+    /// Machines that were to come, and stayed where they were.
+    pub refused: AtomicU64,
+    /// Machines that were to leave, and stayed here.
+    pub stayed: AtomicU64,
+    /// Machines that left.
+    left: AtomicU64,
+    /// Bytes that they took with them: images of disks, what was written to those meanwhile, memory.
+    bytes: [AtomicU64; 3],
+    rounds: AtomicU64,
+    pauses: Histogram,
+}
+
+impl Default for Migrations {
+    fn default() -> Self {
+        Migrations {
+            arrived: AtomicU64::default(),
+            refused: AtomicU64::default(),
+            stayed: AtomicU64::default(),
+            left: AtomicU64::default(),
+            bytes: Default::default(),
+            rounds: AtomicU64::default(),
+            pauses: Histogram::new(PAUSES),
+        }
+    }
+}
+
+impl Migrations {
+    /// Counts a machine that left; how many there were before.
+    pub fn left(&self, took: &Migration) -> u64 {
+        let kinds = [took.image_bytes, took.disk_bytes, took.memory_bytes];
+        for (sum, bytes) in self.bytes.iter().zip(kinds) {
+            sum.fetch_add(bytes, Relaxed);
+        }
+        self.rounds.fetch_add(took.rounds.into(), Relaxed);
+        self.pauses.observe(took.pause_ms as f64 / 1000.0);
+        self.left.fetch_add(1, Relaxed)
+    }
 }
 
 impl Metrics {
@@ -89,6 +141,7 @@ impl Collector for Site {
             return Ok(());
         }
         stored(&mut page, domains)?;
+        replicated(&mut page, domains)?;
         served(&mut page, domains)?;
         transfers(&mut page, domains)
     }
@@ -241,7 +294,66 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
         &[("good", c(&m.verified_good)), ("bad", c(&m.verified_bad))],
     )?;
     let help = "Events that could not be written to the audit log.";
-    page.counter("audit_failed", help, c(&m.audit_failed))
+    page.counter("audit_failed", help, c(&m.audit_failed))?;
+    migrated(page, &m.migrations)
+}
+
+/// Machines that came or left, or were to.
+fn migrated(page: &mut Page<'_>, m: &Migrations) -> fmt::Result {
+    let c = |counter: &AtomicU64| counter.load(Relaxed);
+    page.counters(
+        "migrations",
+        "Migrations of machines that have ended, by result.",
+        "result",
+        &[
+            ("left", c(&m.left)),
+            ("stayed", c(&m.stayed)),
+            ("arrived", c(&m.arrived)),
+            ("refused", c(&m.refused)),
+        ],
+    )?;
+    page.counters(
+        "migration_bytes",
+        "Bytes on the wire for machines that left, by kind.",
+        "kind",
+        &[
+            ("images", c(&m.bytes[0])),
+            ("disks", c(&m.bytes[1])),
+            ("memory", c(&m.bytes[2])),
+        ],
+    )?;
+    let help = "Rounds over the disks of machines that left.";
+    page.counter("migration_rounds", help, c(&m.rounds))?;
+    let help = "Pauses of machines that left, in seconds.";
+    page.one("migration_pause_seconds", help, m.pauses.clone())
+}
+
+/// The replicas that the domains keep or send.
+fn replicated(page: &mut Page<'_>, domains: &[DomainStatus]) -> fmt::Result {
+    let mut all = Vec::new();
+    for domain in domains {
+        let labels = |replica: &ReplicaInfo| {
+            let values = [&domain.name, &replica.name, &replica.peer, &replica.state];
+            values.map(Clone::clone)
+        };
+        all.extend(domain.replicas.iter().map(|one| (labels(one), one)));
+    }
+    let by = ["domain", "replica", "peer", "state"];
+    let help = "Age of the newest complete state of a replica in seconds: what would be lost.";
+    let ages = all.iter().filter_map(|(values, replica)| {
+        Some((values.clone(), ConstGauge::new(replica.age_seconds?)))
+    });
+    page.each("replica_age_seconds", help, by, ages)?;
+    let help = "Bytes of the disks of a replica.";
+    let sizes = all
+        .iter()
+        .map(|(values, replica)| (values.clone(), ConstGauge::new(replica.size_bytes)));
+    page.each("replica_size_bytes", help, by, sizes)?;
+    let help = "Complete rounds of a replica.";
+    let rounds = all
+        .iter()
+        .map(|(values, replica)| (values.clone(), ConstCounter::new(replica.rounds)));
+    page.each("replica_rounds", help, by, rounds)
 }
 
 /// What the domains have on disk, also those that are closed.

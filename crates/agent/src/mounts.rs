@@ -6,6 +6,7 @@
 //! - `disk`: opens a target as a block device: `local` for local paths, `connector` and `site_images` for images;
 //!   `front`: exposes the device as a file, over NBD or as a kernel block device.
 //! - `kernel`: kernel block devices, and the guard process that detaches them after a crash.
+//! - `moving`: moves a disk to another site while it is used.
 //! - `control`, `status`: requests to the daemon; `end`: unmounting; `dead`: unmounting when the daemon is gone;
 //!   `leftovers`: cleanup of the system after a dead daemon.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
@@ -26,7 +27,9 @@ mod leases;
 mod left;
 mod leftovers;
 mod local;
+mod moving;
 mod record;
+mod replicating;
 mod site_images;
 mod start;
 mod status;
@@ -50,7 +53,10 @@ pub use leases::{
 };
 pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};
+pub use moving::{MoveDisk, MoveStep, Moving, abort_move, move_disk};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
+pub use replicating::{ReplicateDisk, Replicating, RoundDone, replicate_disk};
+pub(crate) use site_images::was_changed;
 pub use site_images::{OwnConnector, limited_server, own, site_server};
 pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
@@ -80,6 +86,7 @@ pub async fn begin(
     front: Front,
     how: How,
     process: Process,
+    waiting: impl Fn(u64, u64) + Send + 'static,
     ready: impl FnOnce(&str, &[String]) -> Result<()>,
 ) -> Result<()> {
     disk::check(home, &images, &how)?;
@@ -108,13 +115,18 @@ pub async fn begin(
                 notes.iter().for_each(|note| notice(note));
                 ready(&name, lines)
             };
-            daemon::keep(home, place.clone(), kept, record.clone(), ready).await
+            let waiting = move |local, wanted| {
+                waiting(local, wanted);
+                Ok(())
+            };
+            daemon::keep(home, place.clone(), kept, record.clone(), waiting, ready).await
         }
         Process::Daemon(verbose) => {
             drop(kept);
             let started = {
                 let (home, place) = (home.clone(), place.clone());
-                tokio::task::spawn_blocking(move || start::start(&home, &place, verbose)).await?
+                let start = move || start::start(&home, &place, verbose, waiting);
+                tokio::task::spawn_blocking(start).await?
             };
             match started {
                 Ok(lines) => return ready(&record.name, &lines),

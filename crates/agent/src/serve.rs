@@ -6,7 +6,7 @@
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
-//! - `machines`: machines that migrate to the site.
+//! - `machines`: machines that migrate to the site, and disks that move to it; `moves`: all of them.
 //! - `ownership`: what belongs to a caller.
 //! - `expiry`: removes abandoned transfers.
 //! - `look`: the status of all domains.
@@ -34,10 +34,12 @@ mod machines;
 mod manage;
 mod matchers;
 mod matching;
+mod moves;
 mod owners;
 mod ownership;
 mod pairing;
 mod recovery;
+mod replicas;
 mod server;
 mod services;
 mod sessions;
@@ -52,7 +54,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_migrate::Moves;
 use drover_mount::server::Absences;
 use drover_net::service::Services;
 use drover_net::{DEFAULT_DOMAIN, Identity, Listener, LocalListener, PeerKey};
@@ -69,8 +70,8 @@ use crate::signals::{Stop, stopped};
 use crate::site;
 use crate::text::now_unix;
 use domains::{Domain, Domains};
-use machines::SiteMachines;
 use matchers::Matchers;
+use moves::SiteMoves;
 use owners::Owners;
 use recovery::Recovery;
 use server::{Duty, Server};
@@ -195,6 +196,7 @@ async fn run(
         domains,
         sockets: owners.sockets(),
         jobs: jobs::places(),
+        replicas: Arc::default(),
         addresses,
         started_unix: now_unix(),
         stop: stop.watch(),
@@ -220,11 +222,11 @@ async fn run(
     }
     tokio::spawn(count_strangers(Arc::clone(&server)));
     announce(&server, listener.local_addr(), args.ticket, ready)?;
-    let moves = matches!(server.duty, Duty::Site(_)).then(|| machines::moves(&server));
+    let moves = matches!(server.duty, Duty::Site(_)).then(|| SiteMoves::new(&server));
     let services = Arc::new(services::of(&server, moves.as_ref()));
     if let Some(moves) = &moves {
         let moves = Arc::clone(moves);
-        tokio::spawn(async move { SiteMachines::restart(&moves).await });
+        tokio::spawn(async move { moves.restart().await });
     }
     let talks = accept(&server, &services, &listener, &local, owners).await?;
     drop((listener, local, services));
@@ -365,7 +367,7 @@ async fn finish(
     server: &Arc<Server>,
     mut talks: JoinSet<()>,
     recovery: Option<Recovery>,
-    moves: Option<Arc<Moves<SiteMachines>>>,
+    moves: Option<Arc<SiteMoves>>,
 ) -> Result<()> {
     notify(&[NotifyState::Stopping]);
     if let Some(recovery) = &recovery {
@@ -384,7 +386,7 @@ async fn finish(
         recovery.end().await;
     }
     if let Some(moves) = moves {
-        moves.site().stop().await;
+        moves.stop().await;
     }
     server.domains.close().await;
     let audit = Arc::clone(server.home.audit());

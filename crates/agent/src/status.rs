@@ -5,6 +5,7 @@ use drover_teleport::SiteStatus;
 use serde::{Deserialize, Serialize};
 
 use crate::mounts;
+use crate::replicas::ReplicaInfo;
 
 /// The status of a running site. Times are seconds since 1970.
 #[derive(Debug, Serialize, Deserialize)]
@@ -56,6 +57,8 @@ pub struct DomainStatus {
     pub leases: Option<usize>,
     /// What peers take of the site's disks: those that have taken something, and those with a quota.
     pub peers: Vec<Taken>,
+    /// The replicas that it keeps, and those that it sends.
+    pub replicas: Vec<ReplicaInfo>,
     /// Why the rest is not known.
     pub problem: Option<String>,
     /// Status of the teleport layer; `None` while the domain is closed.

@@ -1,13 +1,17 @@
 //! Stages: devices that wrap another device.
 
+mod arriving;
 mod chunked;
 mod gated;
+mod holding;
 mod journaled;
 mod lockable;
 mod tracked;
 
+pub use arriving::{ArrivalHandle, Arriving};
 pub use chunked::Chunked;
 pub use gated::{Entry, Gate, Gated, Operation, Request};
+pub use holding::{Held, HoldHandle, Holding};
 pub use journaled::Journaled;
 pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
 pub use tracked::{Dirty, TrackHandle, Tracked};

@@ -17,7 +17,9 @@ mod domains;
 mod evacuate;
 mod migrate;
 mod mounts;
+mod moves;
 mod peers;
+mod replicate;
 mod space;
 mod transfers;
 mod values;
@@ -26,12 +28,14 @@ pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use domains::{DomainsAction, DomainsArgs};
 pub use evacuate::EvacuateArgs;
-pub use migrate::{Hypervisor, MigrateArgs};
+pub use migrate::{Hypervisor, MigrateArgs, PostCopy};
 pub use mounts::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
     UnmountArgs,
 };
+pub use moves::MoveArgs;
 pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
+pub use replicate::{FailoverArgs, ReplicateArgs, Replicated};
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 pub use values::DomainArg;
@@ -54,6 +58,8 @@ Examples:
   drover pair --name lyon               here: enter the ticket, to pair with it under the name lyon
   drover send web.qcow2 lyon            send an image
   drover migrate qmp:/run/web.qmp lyon  move a running machine, its disks and its memory
+  drover replicate qmp:/run/web.qmp lyon --every 15m
+                                        keep a copy of a machine's disks at lyon
   drover images lyon                    list the images at lyon
   drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
 
@@ -70,7 +76,8 @@ Exit codes:
   1  failed
   2  usage error
   3  refused by a site (not trusted, no space, name or size not accepted, image in use),
-     or no such image, transfer, peer or mount"
+     or no such image, transfer, peer or mount
+  4  replicate: the replica has taken over at the peer"
 )]
 pub struct Cli {
     /// Site directory [default: /var/lib/drover for root, else $XDG_DATA_HOME/drover (~/.local/share/drover)]
@@ -95,6 +102,9 @@ pub enum Command {
     Send(SendArgs),
     Migrate(MigrateArgs),
     Evacuate(EvacuateArgs),
+    Move(MoveArgs),
+    Replicate(ReplicateArgs),
+    Failover(FailoverArgs),
     Mount(MountArgs),
     Export(ExportArgs),
     Attach(AttachArgs),

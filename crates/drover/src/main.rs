@@ -13,9 +13,11 @@ mod generate;
 mod images;
 mod migrate;
 mod mounts;
+mod moves;
 mod out;
 mod peers;
 mod prompt;
+mod replicate;
 mod send;
 mod serve;
 mod setup;
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::Send(_)
             | Command::Migrate(_)
             | Command::Evacuate(_)
+            | Command::Replicate(_)
             | Command::MountDaemon { .. }
             | Command::Export(_)
             | Command::Pair(_)
@@ -68,6 +71,8 @@ fn main() -> ExitCode {
         Command::Send(args) => args.json,
         Command::Migrate(args) => args.json,
         Command::Evacuate(args) => args.json,
+        Command::Move(args) => args.json,
+        Command::Replicate(args) => args.json,
         _ => false,
     };
     match run(cli) {
@@ -121,6 +126,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::Send(args) => wait(send::send(&existing()?, args)),
         Command::Migrate(args) => wait(migrate::migrate(&existing()?, args)),
         Command::Evacuate(args) => wait(migrate::evacuate(&existing()?, args)),
+        Command::Move(args) => wait(moves::move_disk(&existing()?, args)),
+        Command::Replicate(args) => wait(replicate::replicate(&of(&args.of)?, args)),
+        Command::Failover(args) => wait(replicate::failover(&of(&args.of)?, args)),
         Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
         Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),

@@ -1,16 +1,20 @@
 //! `migrate`: moves a running machine to a peer and shows the progress.
 
+mod ended;
 mod evacuate;
+mod generations;
+mod hypervisor;
 mod show;
+mod start_script;
 
 pub use evacuate::evacuate;
+pub use hypervisor::connect;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use drover_agent::audit::{Event, Record};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::images::Indexer;
@@ -21,15 +25,19 @@ use drover_agent::site;
 use drover_agent::site::find_peer;
 use drover_agent::text::clean;
 use drover_core::ImageName;
-use drover_hypervisor::{HypervisorError, Machine};
+use drover_hypervisor::{Hypervisor, HypervisorError};
+use drover_migrate::protocol::Kind;
 use drover_migrate::{MigrateError, MoveOptions};
 use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
-use drover_store::machine::Machines;
+use drover_store::ImageRecord;
+use drover_store::machine::{Machines, Move};
 use drover_teleport::SendOptions;
 
-use crate::cli::{Hypervisor, MigrateArgs};
+use crate::cli::{self, MigrateArgs};
 use crate::failure::{self, usage};
 use crate::out;
+use generations::OfSite;
+use hypervisor::place;
 use show::Show;
 
 /// How often the progress is sampled.
@@ -46,11 +54,17 @@ const ABORT_POLL: Duration = Duration::from_millis(50);
 /// # Errors
 /// When the machine does not move, or what was asked for cannot be done.
 pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
+    if args.list && args.all {
+        return ended::list(home, args.json);
+    }
     if args.list {
         return list(home, args.json);
     }
     if let Some(name) = &args.abort {
         return abort(home, name, args.json).await;
+    }
+    if let (Some(hypervisor), true) = (&args.machine, args.start_script) {
+        return start_script::print(home, hypervisor).await;
     }
     let (Some(hypervisor), Some(peer)) = (&args.machine, &args.peer) else {
         return Err(usage("name a machine and a peer"));
@@ -63,7 +77,7 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
 /// Moves one machine; `alone` if there are no others at the same time.
 async fn depart(
     home: &Home,
-    hypervisor: &Hypervisor,
+    hypervisor: &cli::Hypervisor,
     peer: &str,
     args: &MigrateArgs,
     limit: Option<Arc<RateLimit>>,
@@ -76,6 +90,17 @@ async fn depart(
             peer.name
         );
     }
+    if args.keep_source && matches!(hypervisor, cli::Hypervisor::Libvirt(_)) {
+        return Err(usage(
+            "libvirt ends a machine that has moved: --keep-source is for QEMU's own (qmp:)",
+        ));
+    }
+    let is_libvirts = matches!(hypervisor, cli::Hypervisor::Libvirt(_));
+    if is_libvirts && args.post_copy == cli::PostCopy::AtOnce {
+        return Err(usage(
+            "disks do not follow a machine of libvirt: --post-copy at-once is for QEMU's own (qmp:)",
+        ));
+    }
     let stop = Stop::on_signals()?;
     let (machine, name) = connect(home, hypervisor).await?;
     let work = work(home, &name);
@@ -87,7 +112,7 @@ async fn depart(
         identity: home.identity()?,
         peer: peer.key,
         peer_name: peer.name.clone(),
-        addresses: peer.addresses,
+        addresses: peer.addresses.clone(),
         limit,
         dry_run: args.dry_run,
         connections: None,
@@ -102,7 +127,12 @@ async fn depart(
         hypervisor: hypervisor.to_string(),
         work,
         scratch,
+        generations: Some(Arc::new(OfSite {
+            home: home.clone(),
+            machine: name.clone(),
+        })),
         max_pause: args.max_pause,
+        post_copy: args.post_copy.into(),
         keep_source: args.keep_source,
         counters: show.counters(),
         wire: show.wire(),
@@ -135,103 +165,64 @@ async fn depart(
         Ok(report) => {
             if !args.dry_run {
                 close(home, &name).await;
-                let record = Record::new(Event::MachineLeft)
-                    .about(&peer.name, peer.key)
-                    .machine(&name)
-                    .bytes(report.wire_bytes())
-                    .took(Duration::from_secs_f64(report.seconds))
-                    .detail(format!("paused for {} ms", report.pause.total_ms));
-                home.audit().write(record);
-                if !args.no_index {
-                    index(home, &name, &report.left, &show).await;
-                }
+                ended::left(home, &name, &peer, &report).await;
+                let files = match args.no_index {
+                    false => index(home, &name, &report.left_disks, &show).await,
+                    true => Vec::new(),
+                };
+                generations::tell(home, &peer, &name, &report, files).await;
             }
             show.done(&report)
         }
         Err(e) => {
             show.failed();
+            if !args.dry_run {
+                ended::failed(home, &name, &peer, &e).await;
+            }
             Err(failed(e, &peer.name))
         }
     }
 }
 
-/// Connects to the hypervisor; the machine's name: that under which it came here, or may come, else that of QEMU, else that of the
-/// socket. Without a hypervisor, that of the machine which was last moved from there.
-async fn connect(home: &Home, hypervisor: &Hypervisor) -> Result<(Option<Machine>, ImageName)> {
-    let machine = match Machine::connect(&hypervisor.socket).await {
-        Ok(machine) => machine,
-        Err(e) => {
-            let text = hypervisor.to_string();
-            let gone = machines::list(home)?.into_iter().find(|machine| {
-                machine.state == "committed" && machine.hypervisor.as_deref() == Some(text.as_str())
-            });
-            return match gone {
-                Some(machine) => Ok((None, ImageName::new(machine.name)?)),
-                None => Err(e.into()),
-            };
-        }
-    };
-    let mut expected = home.config.machines.iter();
-    let expected = expected.find(|(_, config)| config.incoming == hypervisor.socket);
-    let named = match expected {
-        Some((name, _)) => Some(name.clone()),
-        None => machine.description().await?.name,
-    };
-    let of_another = |name: &&String| {
-        let config = home.config.machines.get(*name);
-        config.is_some_and(|config| config.incoming != hypervisor.socket)
-    };
-    // Its record and its disks are not this one's.
-    if let Some(name) = named.as_ref().filter(of_another) {
-        let other = &home.config.machines[name].incoming;
-        return Err(usage(format!(
-            "the machine called {name} of this site is at {} (config.toml): start this one under another name",
-            other.display()
-        )));
-    }
-    let name = match named {
-        Some(name) => name,
-        None => {
-            stem(&hypervisor.socket).context("the machine has no name: start QEMU with -name")?
-        }
-    };
-    let name = ImageName::new(name.as_str())
-        .map_err(|e| usage(format!("the machine's name {:?}: {e}", clean(&name))))?;
-    Ok((Some(machine), name))
-}
-
 /// The directory of moves of a machine.
-fn work(home: &Home, name: &ImageName) -> PathBuf {
+pub fn work(home: &Home, name: &ImageName) -> PathBuf {
     home.machines().directory().join(format!(".{name}.move"))
 }
 
-fn stem(path: &Path) -> Option<String> {
-    Some(path.file_stem()?.to_str()?.to_owned())
-}
-
 /// Indexes the files of disks that a machine has left. It has moved: what fails is only told.
-async fn index(home: &Home, machine: &ImageName, files: &[PathBuf], show: &Show) {
+async fn index(
+    home: &Home,
+    machine: &ImageName,
+    files: &[(u32, PathBuf)],
+    show: &Show,
+) -> Vec<(u32, ImageRecord)> {
     let domain = home.config.machines.get(machine.as_str());
     let domain = domain.map_or(DEFAULT_DOMAIN, |config| &config.domain);
-    for file in files {
+    let mut done = Vec::new();
+    for (disk, file) in files {
         show.indexing(file);
         let indexed = async {
             let mut indexer = Indexer::new(&home.domain(domain)?)?;
-            indexer.index(file, false, |_, _| {}).await?;
-            indexer.close().await
+            let record = indexer.index(file, false, |_, _| {}).await?;
+            indexer.close().await.map(|()| record)
         };
-        if let Err(e) = indexed.await {
-            show.not_indexed(file, &one_line(&e));
+        match indexed.await {
+            Ok(record) => done.push((*disk, record)),
+            Err(e) => show.not_indexed(file, &one_line(&e)),
         }
     }
+    done
 }
 
 /// Has the running site close the disks of a machine that has left, if it served them.
 async fn close(home: &Home, name: &ImageName) {
-    let name = name.clone();
+    let close = CloseMachine {
+        kind: Kind::Machine,
+        name: name.clone(),
+    };
     let closed = async {
         match Call::local(home).await? {
-            Some(call) => call.ask(&CloseMachine { name }, |()| {}).await,
+            Some(call) => call.ask(&close, |()| {}).await,
             // It does so when it starts.
             None => Ok(()),
         }
@@ -241,7 +232,8 @@ async fn close(home: &Home, name: &ImageName) {
     }
 }
 
-fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
+/// A failure of what was done with a peer.
+pub fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
     if let MigrateError::Stayed {
         code: Some(code), ..
     } = &error
@@ -285,6 +277,13 @@ fn list(home: &Home, json: bool) -> Result<()> {
 /// Has the process that moves a machine give up, or does it in its place.
 async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
     let records = home.machines();
+    // What was handed over is not interrupted for nothing.
+    if let Some(Move::Committed(_, to)) = records.load(name)?.and_then(|known| known.under_way) {
+        let to = clean(&to.name);
+        return Err(failure::refused(format!(
+            "{name} is handed over to {to}, which may run it: migrate it to {to} again to find out"
+        )));
+    }
     if let Some(process) = records.mover(name)? {
         let process = rustix::process::Pid::from_raw(process).context("no such process")?;
         rustix::process::kill_process(process, rustix::process::Signal::INT)
@@ -296,6 +295,15 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
             std::io::Result::Ok(())
         };
         let Ok(gone) = tokio::time::timeout(ABORT_LIMIT, gone).await else {
+            let known = machines::list(home)?.into_iter();
+            if known
+                .filter(|machine| machine.name == name.as_str())
+                .any(|machine| machine.state == "leaving")
+            {
+                bail!(
+                    "{name} is still being given up: its disks here are written; see `drover migrate --list`"
+                );
+            }
             bail!(
                 "{name} is being handed over, and can no longer be stopped; see `drover migrate --list`"
             );
@@ -311,6 +319,12 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
         )));
     };
     let mut said = "stays here";
+    if known.state == "arriving" {
+        let peer = clean(&known.peer.unwrap_or_default());
+        return Err(failure::refused(format!(
+            "{name} runs here, and some of its disks is still at {peer}: run its migration at {peer} again"
+        )));
+    }
     if matches!(known.state, "coming" | "starting") {
         refuse(home, name, &records).await?;
         said = match known.state {
@@ -318,12 +332,15 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
             _ => "is here, and has to be started by hand",
         };
     } else if matches!(known.state, "leaving" | "committed") {
-        let machine = match known.hypervisor.as_deref().map(str::parse::<Hypervisor>) {
-            Some(Ok(hypervisor)) => Machine::connect(&hypervisor.socket).await.map(Some),
+        let machine = match known.hypervisor.as_deref().map(str::parse) {
+            Some(Ok(hypervisor)) => {
+                let place = place(home, &hypervisor)?;
+                Hypervisor::connect(&place).await.map(Some)
+            }
             _ => Ok(None),
         };
         let machine = match machine {
-            Err(HypervisorError::Connect { .. }) => None,
+            Err(HypervisorError::Connect { .. } | HypervisorError::NoMachine { .. }) => None,
             machine => machine?,
         };
         drover_migrate::give_up(machine, &records, name, &work(home, name))
@@ -344,7 +361,10 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
 
 /// Has the site give up a move to it, or does it in its place.
 async fn refuse(home: &Home, name: &ImageName, records: &Machines) -> Result<()> {
-    let ask = RefuseMachine { name: name.clone() };
+    let ask = RefuseMachine {
+        kind: Kind::Machine,
+        name: name.clone(),
+    };
     match Call::local(home).await? {
         Some(call) => Ok(call.ask(&ask, |()| {}).await?),
         None => drover_migrate::give_up(None, records, name, &work(home, name))

@@ -11,6 +11,7 @@ use drover_agent::metrics::of_mounts;
 use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Listen, Process, Target, all};
 use serde_json::json;
 
+use crate::bar::Bar;
 use crate::cli::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
 };
@@ -147,7 +148,9 @@ async fn begin(
     };
     let images = options.in_domain(images)?;
     let how = options.of(&images)?;
-    Ok(mounts::begin(home, images, front, how, by, ready).await?)
+    let bar = Bar::new("waiting", json || how.wait_local.is_none());
+    let waiting = move |local, wanted| bar.at(local, wanted);
+    Ok(mounts::begin(home, images, front, how, by, waiting, ready).await?)
 }
 
 /// Announces that a mount is ready.

@@ -66,6 +66,7 @@ use drover_core::{BlockDevice, Cost, DeviceError, check_range};
 use rustix::event::EventfdFlags;
 
 mod access;
+mod device;
 mod dirty;
 mod evict;
 mod fetch;
@@ -83,6 +84,7 @@ mod stream;
 mod table;
 mod uffd;
 
+pub use device::RegionDevice;
 pub use options::{MAX_PREFETCH, MAX_THREADS, MIN_LIMIT, Options, RegionError, Stats};
 pub use push::Pushed;
 pub use uffd::Support;
@@ -354,6 +356,17 @@ impl Region {
     pub fn evict(&self, offset: u64, length: u64) -> Result<u64, DeviceError> {
         let range = self.range(offset, length)?;
         self.shared.evict(range)
+    }
+
+    /// Drops the pages that a range touches, also those that were written and not pushed: the next touch reads the device
+    /// again. Nobody may use the memory of the range meanwhile.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], [`DeviceError::ReadOnly`], [`DeviceError::Closed`]; [`DeviceError::Unavailable`] when a
+    /// page is just being fetched, or a push is in progress for longer than [`Options::timeout`].
+    pub fn forget(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        let range = self.range(offset, length)?;
+        self.shared.forget(range)
     }
 
     /// Closes the region: waiting calls return [`DeviceError::Closed`]; touching the memory, or waiting for a page,

@@ -120,6 +120,40 @@ pub enum HypervisorError {
         /// How it ended, with QEMU's words.
         reason: String,
     },
+    /// The libvirt daemon cannot be reached.
+    #[error("cannot connect to libvirt ({uri}) at {socket}: {reason}")]
+    NoLibvirt {
+        /// Which libvirt.
+        uri: String,
+        /// The socket's path.
+        socket: String,
+        /// Why not.
+        reason: String,
+    },
+    /// The libvirt daemon has no such machine.
+    #[error("libvirt ({uri}) has no machine called {name}")]
+    NoMachine {
+        /// Which libvirt.
+        uri: String,
+        /// The machine.
+        name: String,
+    },
+    /// The libvirt daemon ended, or what is at its socket is none.
+    #[error("libvirt ({uri}) closed the connection")]
+    LibvirtClosed {
+        /// Which libvirt.
+        uri: String,
+    },
+    /// The libvirt daemon did not do what it was asked.
+    #[error("libvirt ({uri}) cannot {what}: {reason}")]
+    Libvirt {
+        /// Which libvirt.
+        uri: String,
+        /// What it was asked to do.
+        what: String,
+        /// Its words, on one line.
+        reason: String,
+    },
     /// A file or socket of ours could not be made.
     #[error("{path}: {reason}")]
     Local {
@@ -137,6 +171,7 @@ impl HypervisorError {
         matches!(
             self,
             HypervisorError::Connect { .. }
+                | HypervisorError::NoLibvirt { .. }
                 | HypervisorError::Silent { .. }
                 | HypervisorError::TimedOut { .. }
                 | HypervisorError::NotSeen { .. }
@@ -151,6 +186,7 @@ impl HypervisorError {
             self,
             HypervisorError::TimedOut { .. }
                 | HypervisorError::Closed { .. }
+                | HypervisorError::LibvirtClosed { .. }
                 | HypervisorError::Malformed { .. }
                 | HypervisorError::Answer { .. }
         )

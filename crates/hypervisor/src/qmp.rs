@@ -6,6 +6,7 @@
 //!
 //! Whatever the other end says, memory is bounded, and no call takes longer than its timeout.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::error::{HypervisorError, one_line, plain};
 
@@ -40,6 +41,9 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long the greeting may take.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Interval of the attempts to connect while others are connected.
+const CONNECT_POLL: Duration = Duration::from_millis(50);
 
 /// Commands of each kind, in turn and out of band, that may be unanswered. QEMU stops reading at eight in turn.
 pub const MAX_UNANSWERED: usize = 4;
@@ -131,17 +135,27 @@ impl Qmp {
     /// has them. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// [`HypervisorError::Connect`], [`HypervisorError::NotQmp`], [`HypervisorError::Silent`] after
-    /// [`GREETING_TIMEOUT`], or what [`Self::run`] returns.
+    /// [`HypervisorError::Connect`], while others are connected after [`GREETING_TIMEOUT`], [`HypervisorError::NotQmp`],
+    /// [`HypervisorError::Silent`] after the same, or what [`Self::run`] returns.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Qmp, HypervisorError> {
         let path = path.as_ref();
         let name = one_line(&path.display().to_string());
-        match UnixStream::connect(path).await {
+        // Whoever is connected may be about to leave.
+        let until = Instant::now() + GREETING_TIMEOUT;
+        let connected = loop {
+            match UnixStream::connect(path).await {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && Instant::now() < until => {
+                    sleep(CONNECT_POLL).await;
+                }
+                connected => break connected,
+            }
+        };
+        match connected {
             Ok(stream) => Self::over(stream, &name).await,
             Err(e) => Err(HypervisorError::Connect {
                 reason: match e.kind() {
                     // Its queue of connections is full.
-                    std::io::ErrorKind::WouldBlock => {
+                    io::ErrorKind::WouldBlock => {
                         "other programs are connected to it; QEMU serves one at a time".into()
                     }
                     _ => plain(&e),

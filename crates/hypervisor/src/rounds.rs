@@ -11,7 +11,7 @@
 //! ```
 //!
 //! [`Rounds::begin_held`] offers the disks as of the first moment too, while the machine writes on: what reads them for
-//! long, or more than once, as a teleport, sees one state.
+//! long, or more than once, as a teleport, sees one state. [`Rounds::hold_next`] does so again later.
 //!
 //! A drover that dies leaves it all in QEMU; the next one goes on with [`Rounds::resume`], or cleans up with [`clear`].
 //! Whoever reads needs an NBD client: nothing here does.
@@ -26,6 +26,7 @@ use crate::machine::{Action, Export, Machine, Medium};
 
 mod held;
 mod left;
+mod moments;
 mod names;
 mod server;
 
@@ -37,9 +38,6 @@ use held::Moment;
 use left::BUSY;
 use names::Names;
 use server::{delete_exports, socket_in, start_serving, stop_serving};
-
-/// Disks of one machine at most.
-pub const MAX_DISKS: usize = 64;
 
 /// A disk as it can be read now, by NBD.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,12 +139,25 @@ impl Rounds {
             return self.serve().await;
         };
         held::prepare(&self.machine, &self.names, &media, scratch).await?;
+        self.take_moment(bitmap, None).await?;
+        held::show(&self.machine, &self.names, self.nodes.len()).await?;
+        self.held = true;
+        self.serve().await
+    }
+
+    /// Holds the state of now, and records into this bitmap from now on, in the place of the one that `ends`.
+    async fn take_moment(
+        &self,
+        bitmap: String,
+        ends: Option<String>,
+    ) -> Result<(), HypervisorError> {
         let moment = Moment {
             machine: self.machine.clone(),
             names: self.names.clone(),
             nodes: self.nodes.clone(),
             devices: self.devices().await?,
             bitmap,
+            ends,
             granularity: self.granularity,
         };
         // It has its end also when this future is dropped: the machine is paused meanwhile.
@@ -159,10 +170,7 @@ impl Rounds {
         taken.map_err(|_| HypervisorError::Closed {
             socket: self.machine.socket().to_owned(),
             reason: "this program is ending".into(),
-        })??;
-        held::show(&self.machine, &self.names, self.nodes.len()).await?;
-        self.held = true;
-        self.serve().await
+        })?
     }
 
     /// Goes on with the series of this name that another drover began on these nodes, or `None` when it cannot: since then
@@ -218,10 +226,6 @@ impl Rounds {
         granularity: u32,
         current: u64,
     ) -> Result<Rounds, HypervisorError> {
-        if nodes.len() > MAX_DISKS {
-            let reason = format!("has more disks than the {MAX_DISKS} that can move together");
-            return Err(machine.qmp().unsupported(&reason));
-        }
         Ok(Rounds {
             machine: machine.clone(),
             names: Names::new(machine, name)?,

@@ -4,9 +4,11 @@
 //! something is missing, [`program`] and [`Guest::build`] say SKIP and what to do, and return `None`.
 
 mod guest;
+mod libvirt;
 mod qemu;
 
 pub use guest::Guest;
+pub use libvirt::Libvirt;
 pub use qemu::{Launch, Qemu, program};
 
 use std::time::Duration;

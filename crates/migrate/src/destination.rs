@@ -1,44 +1,49 @@
 //! Takes machines that other sites send: drives the leechers.
 
+mod boot;
 mod conversation;
 mod hypervisor;
 mod services;
+mod waiting;
 
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
-use drover_core::{BlockDevice, ImageName};
-use drover_device::backend::nbd::NbdAddress;
-use drover_hypervisor::machine::{Machine, RunState};
+use drover_core::ImageName;
+use drover_hypervisor::Place;
 use drover_net::service::Peer;
 use drover_net::{Code, Refusal};
 use drover_store::machine::{MachineLock, MachineRecord, Machines, Move, Other, Owner, Token};
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 
-use self::hypervisor::{abandon, arrived};
-pub use self::services::{Conversations, DiskWrites, MemoryStreams};
-use crate::disks::Writing;
+pub use self::boot::boot;
+pub use self::services::{AllMoves, Conversations, DiskFetches, DiskWrites, MemoryStreams};
+pub use self::waiting::Served;
+use self::waiting::Waiting;
 use crate::error::MigrateError;
 use crate::leecher::{Action, Event, Leecher};
-use crate::protocol::Ask;
+use crate::program::transfer::Transfer;
+use crate::protocol::{Ask, Kind};
 
 /// Upper bound on moves to a site at once.
 const MAX_MOVES: usize = 64;
 
+/// How long after a restart of the site it is looked often whether a machine was stopped meanwhile.
+const ROUSE_SOON: Duration = Duration::from_secs(120);
+
+/// How often that is.
+const ROUSE_POLL: Duration = Duration::from_millis(200);
+
+/// How often it is looked at afterwards, as long as the machine is here.
+const ROUSE_LATER: Duration = Duration::from_secs(5);
+
 /// A future that borrows.
 pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
-
-/// A disk that is open at this site, and served to a hypervisor.
-#[derive(Clone)]
-pub struct Served {
-    /// The disk.
-    pub device: Arc<dyn BlockDevice>,
-    /// The export of the NBD server that serves it.
-    pub address: NbdAddress,
-}
 
 /// What becomes of a machine that comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +56,13 @@ pub enum Happened<'a> {
     Refused(&'a str),
 }
 
-/// What a site gives to the machines that come.
+/// What a site gives to the machines that come, or to the disks of programs.
 pub trait Site: Send + Sync + 'static {
+    /// Which of the two. A disk has no hypervisor.
+    fn kind(&self) -> Kind {
+        Kind::Machine
+    }
+
     /// The records of machines.
     fn machines(&self) -> &Machines;
 
@@ -67,23 +77,31 @@ pub trait Site: Send + Sync + 'static {
         disks: &'a [ImageName],
     ) -> Pending<'a, Result<(), Refusal>>;
 
-    /// The QMP socket of the machine's hypervisor, which may not run.
+    /// The machine's hypervisor, which may not run.
     ///
     /// # Errors
     /// When the machine is not expected.
-    fn hypervisor(&self, machine: &ImageName) -> Result<PathBuf, Refusal>;
+    fn hypervisor(&self, machine: &ImageName) -> Result<Place, Refusal>;
 
     /// Told of what becomes of a machine.
     fn happened(&self, machine: &ImageName, from: &Other, what: Happened<'_>);
 
+    /// The images of a machine's disks belong to this peer from now on, who has the machine, or to this site.
+    fn give_disks<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        record: &'a MachineRecord,
+        to: Option<&'a Peer>,
+    ) -> Pending<'a, ()>;
+
     /// Told of a peer that may not bring a machine; `address` is the peer's.
     fn refused(&self, peer: &Peer, address: &str, refusal: &Refusal);
 
-    /// The QMP socket of the hypervisor that waits for the machine, which is started if it does not run.
+    /// The hypervisor that waits for the machine, which is started if it does not run.
     ///
     /// # Errors
     /// When there is none.
-    fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>>;
+    fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<Place, Refusal>>;
 
     /// Opens the disks of the machine, and serves them as long as the site runs or until they are closed. Those that
     /// are open stay as they are.
@@ -95,6 +113,19 @@ pub trait Site: Send + Sync + 'static {
         machine: &'a ImageName,
         record: &'a MachineRecord,
     ) -> Pending<'a, Result<Vec<Served>, Refusal>>;
+
+    /// Closes what was opened of a disk that was taken: it is an image of this site. Done again after a restart.
+    ///
+    /// # Errors
+    /// When that is not possible: it is tried again at the next start.
+    fn keep_disk<'a>(
+        &'a self,
+        disk: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<(), Refusal>> {
+        let _ = (disk, record);
+        Box::pin(async { Ok(()) })
+    }
 
     /// Closes the disks of a machine that does not come, or will be copied anew, and drops what was written to them.
     ///
@@ -112,6 +143,8 @@ struct Coming {
     leecher: Leecher,
     from: Other,
     prepared: Option<Prepared>,
+    /// What it lacks, once it was taken in part.
+    rest: Option<Arc<Transfer>>,
     /// The conversation that counts: the newest. What an older one still says is late.
     conversation: u64,
     /// Until the move is over.
@@ -122,7 +155,7 @@ impl Coming {
     /// Then other commands may move the machine, and drive its hypervisor.
     fn release_when_over(&mut self) {
         if self.leecher.is_over() {
-            (self.lock, self.prepared) = (None, None);
+            (self.lock, self.prepared, self.rest) = (None, None, None);
         }
     }
 }
@@ -132,13 +165,14 @@ type Entry = Arc<tokio::sync::Mutex<Option<Coming>>>;
 
 #[derive(Clone)]
 struct Prepared {
-    hypervisor: Machine,
+    hypervisor: Waiting,
     disks: Vec<Served>,
-    writing: Writing,
+    transfer: Arc<Transfer>,
 }
 
 /// All moves to a site.
 pub struct Moves<S> {
+    this: Weak<Self>,
     site: Arc<S>,
     coming: Mutex<HashMap<ImageName, Entry>>,
 }
@@ -153,7 +187,8 @@ impl<S: Site> Moves<S> {
     /// No moves yet.
     #[must_use]
     pub fn new(site: Arc<S>) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new_cyclic(|this| Self {
+            this: Weak::clone(this),
             site,
             coming: Mutex::default(),
         })
@@ -174,23 +209,115 @@ impl<S: Site> Moves<S> {
     async fn restart_one(self: &Arc<Self>, name: &ImageName) -> Result<(), MigrateError> {
         // Peers, and commands of this site, wait.
         let entry = self.entry(name)?;
-        let coming = entry.lock().await;
+        let mut coming = entry.lock().await;
         let lock = self.site.machines().lock(name);
         let Some(record) = self.site.machines().load(name)? else {
             return Ok(());
         };
-        if record.may_run() && record.generation.0 > 0 {
-            self.site.open_disks(name, &record).await?;
+        let is_here = record.may_run() && self.site.kind() == Kind::Machine;
+        let mut served = Vec::new();
+        if is_here && record.generation.0 > 0 {
+            served = self.site.open_disks(name, &record).await?;
+        }
+        if is_here {
+            self.rouse(name);
         }
         let mut actions = Vec::new();
         let Some(mut leecher) = Leecher::restart(&record, &mut actions) else {
             return Ok(());
         };
         // Otherwise whoever has the lock does it.
-        if coming.is_none() && matches!(lock, Ok(Some(_))) {
-            self.act_all(name, &mut leecher, &mut None, actions).await?;
+        let (true, Ok(Some(lock))) = (coming.is_none(), lock) else {
+            return Ok(());
+        };
+        self.act_all(name, &mut leecher, &mut None, actions).await?;
+        // The rest follows, as soon as its seeder is back.
+        if let (true, Some(Move::Partial(token, from))) = (is_here, record.under_way) {
+            *coming = Some(Coming {
+                leecher,
+                from,
+                prepared: None,
+                rest: Some(self.transfer(name, token, &served, true)),
+                conversation: 0,
+                lock: Some(lock),
+            });
         }
         Ok(())
+    }
+
+    /// Takes what comes of the disks of a machine; `is_taken` if it has been taken.
+    fn transfer(
+        &self,
+        name: &ImageName,
+        token: Token,
+        served: &[Served],
+        is_taken: bool,
+    ) -> Arc<Transfer> {
+        let targets = served.iter().map(|disk| disk.target.clone()).collect();
+        let transfer = match is_taken {
+            true => Transfer::resumed(targets),
+            false => Transfer::new(targets),
+        };
+        let (this, name, runtime) = (Weak::clone(&self.this), name.clone(), Handle::current());
+        transfer.on_whole(move || match this.upgrade() {
+            Some(this) => runtime.block_on(this.whole(&name, token)),
+            None => Ok(()),
+        });
+        transfer
+    }
+
+    /// Records that all is here of a machine that was taken in part, and durable.
+    async fn whole(&self, name: &ImageName, token: Token) -> Result<(), Refusal> {
+        let entry = self.entry(name)?;
+        let mut slot = entry.lock().await;
+        let is_it = |coming: &&mut Coming| coming.leecher.token() == token;
+        let Some(coming) = slot.as_mut().filter(is_it) else {
+            return Ok(());
+        };
+        let mut actions = Vec::new();
+        coming.leecher.handle(Event::Whole, &mut actions);
+        let (leecher, prepared) = (&mut coming.leecher, &mut coming.prepared);
+        let mut acted = self.act_all(name, leecher, prepared, actions).await;
+        if acted.is_ok() && leecher.is_starting() {
+            // It could not be found out whether it runs: perhaps it waited for its disks.
+            let run = vec![Action::Run];
+            acted = self.act_all(name, leecher, prepared, run).await;
+        }
+        if acted.is_err() {
+            // What this process knows is not what is recorded.
+            *slot = None;
+        } else {
+            tracing::info!(machine = %name, "all of it is here");
+            coming.release_when_over();
+        }
+        acted.map_err(failed)
+    }
+
+    /// Looks after a machine whose disks were away.
+    fn rouse(&self, name: &ImageName) {
+        // One that has never come has no hypervisor of ours; QEMU's own waits by itself.
+        let Ok(place @ Place::Libvirt(..)) = self.site.hypervisor(name) else {
+            return;
+        };
+        let (name, socket) = (name.clone(), self.socket(name));
+        let site = Arc::downgrade(&self.site);
+        let known = move || site.upgrade()?.machines().load(&name).ok()?;
+        tokio::spawn(async move {
+            let begun = Instant::now();
+            // Its first request may come much later, and libvirt may start after the site.
+            while let Some(record) = known().filter(MachineRecord::may_run) {
+                // Whoever moves it looks after it.
+                if record.under_way.is_none() {
+                    let waiting = Waiting::connect(&place, socket.clone());
+                    let roused = async { waiting.await?.rouse().await };
+                    if let Err(e) = roused.await {
+                        tracing::debug!("{e}");
+                    }
+                }
+                let soon = begun.elapsed() < ROUSE_SOON;
+                tokio::time::sleep(if soon { ROUSE_POLL } else { ROUSE_LATER }).await;
+            }
+        });
     }
 
     fn entry(&self, name: &ImageName) -> Result<Entry, Refusal> {
@@ -226,6 +353,14 @@ impl<S: Site> Moves<S> {
         let none = || Refusal::new(Code::NotFound, format!("{name} is not coming to this site"));
         let entry = self.entry(name)?;
         let mut slot = entry.lock().await;
+        let known = self.site.machines().load(name)?;
+        if let Some(Move::Partial(_, from)) = known.and_then(|known| known.under_way) {
+            let text = format!(
+                "{name} was taken, and some of its disks is still at {0}: run the migration at {0} again",
+                from.name
+            );
+            return Err(Refusal::new(Code::Held, text));
+        }
         if slot.as_ref().is_none_or(|coming| coming.leecher.is_over()) {
             let lock = self.site.machines().lock(name);
             let lock = lock.map_err(|e| Refusal::new(Code::Io, e.to_string()))?;
@@ -242,6 +377,7 @@ impl<S: Site> Moves<S> {
                 leecher,
                 from,
                 prepared: None,
+                rest: None,
                 conversation: 0,
                 lock: Some(lock),
             });
@@ -280,10 +416,44 @@ impl<S: Site> Moves<S> {
         prepared.ok_or_else(none)
     }
 
+    /// What comes of the disks of a move that is being prepared, or of a machine that was taken in part.
+    async fn transfer_of(
+        &self,
+        peer: &Peer,
+        name: &ImageName,
+        token: Token,
+    ) -> Result<Arc<Transfer>, Refusal> {
+        let entry = self.coming.lock().get(name).cloned();
+        if let Some(entry) = entry {
+            let coming = entry.lock().await;
+            let own = coming
+                .as_ref()
+                .filter(|coming| coming.leecher.token() == token && coming.from.key == peer.key.0);
+            let transfer = own.and_then(|coming| match coming.leecher.may_begin() {
+                true => Some(Arc::clone(&coming.prepared.as_ref()?.transfer)),
+                false => coming.rest.clone(),
+            });
+            if let Some(transfer) = transfer {
+                return Ok(transfer);
+            }
+        }
+        let known = self.site.machines().load(name)?;
+        Err(match known.and_then(|known| known.under_way) {
+            Some(Move::Partial(known, _)) if known == token => Refusal::new(
+                Code::Unavailable,
+                format!("the disks of {name} are not open there yet"),
+            ),
+            _ => Refusal::new(
+                Code::OutOfOrder,
+                "that move is not being prepared, or is over",
+            ),
+        })
+    }
+
     /// Waits until all of the machine is here.
     async fn arrived(&self, prepared: Option<&Prepared>) -> Result<(), MigrateError> {
         match prepared {
-            Some(prepared) => arrived(&prepared.hypervisor).await,
+            Some(prepared) => prepared.hypervisor.arrived(&prepared.disks).await,
             None => Err(MigrateError::Unsupported("it was not prepared".into())),
         }
     }
@@ -317,13 +487,19 @@ impl<S: Site> Moves<S> {
             Action::Keep(record) => self.keep(name, record).await?,
             Action::Run => {
                 crash("taken");
-                if let Some(prepared) = &prepared {
-                    prepared.writing.end().await;
+                match &prepared {
+                    Some(prepared) if !leecher.is_partial() => {
+                        prepared.transfer.writing.end().await;
+                    }
+                    // From now on nothing is written that is there.
+                    Some(prepared) => drop(prepared.transfer.take_state()),
+                    None => {}
                 }
-                match self.run(name, prepared.as_ref()).await {
+                match self.run(name, leecher.record(), prepared.as_ref()).await {
                     Ok(()) => {
                         crash("running");
-                        tracing::info!(machine = %name, "it runs here");
+                        tracing::info!(machine = %name, "it is here");
+                        self.site.give_disks(name, leecher.record(), None).await;
                         self.tell(name, leecher.record(), Happened::Arrived);
                         leecher.handle(Event::Running, actions);
                     }
@@ -349,7 +525,9 @@ impl<S: Site> Moves<S> {
 
     fn tell(&self, name: &ImageName, record: &MachineRecord, what: Happened<'_>) {
         let from = match (&record.under_way, &record.owner) {
-            (Some(Move::Coming(_, from, _) | Move::Taken(_, from)), _) => from,
+            (Some(Move::Coming(_, from, _) | Move::Taken(_, from) | Move::Partial(_, from)), _) => {
+                from
+            }
             (_, Owner::There(from)) => from,
             _ => return,
         };
@@ -365,14 +543,15 @@ impl<S: Site> Moves<S> {
     ) -> Result<(), Refusal> {
         match prepared.take() {
             Some(prepared) => {
-                prepared.writing.end().await;
-                abandon(&prepared.hypervisor, record.disks.len()).await;
+                prepared.transfer.writing.end().await;
+                prepared.hypervisor.abandon(record.disks.len()).await;
             }
+            None if self.site.kind() == Kind::Disk => {}
             // Of an earlier process of this site, perhaps.
             None => {
-                let socket = self.site.hypervisor(name)?;
-                if let Ok(machine) = Machine::connect(socket).await {
-                    abandon(&machine, record.disks.len()).await;
+                let place = self.site.hypervisor(name)?;
+                if let Ok(left) = Waiting::connect(&place, self.socket(name)).await {
+                    left.abandon(record.disks.len()).await;
                 }
             }
         }
@@ -385,18 +564,28 @@ impl<S: Site> Moves<S> {
         Ok(kept.await.map_err(|_| MigrateError::Stopped)??)
     }
 
-    async fn run(&self, name: &ImageName, prepared: Option<&Prepared>) -> Result<(), MigrateError> {
-        let machine = match prepared {
-            Some(prepared) => prepared.hypervisor.clone(),
-            None => Machine::connect(self.site.hypervisor(name)?).await?,
-        };
-        match machine.status().await? {
-            RunState::Running => Ok(()),
-            RunState::InMigrate => Err(MigrateError::Unsupported(format!(
-                "the memory of the machine {name} was lost with its QEMU: boot it from its disks, and give the migration up there"
-            ))),
-            _ => Ok(machine.cont().await?),
+    async fn run(
+        &self,
+        name: &ImageName,
+        record: &MachineRecord,
+        prepared: Option<&Prepared>,
+    ) -> Result<(), MigrateError> {
+        if self.site.kind() == Kind::Disk {
+            return Ok(self.site.keep_disk(name, record).await?);
         }
+        let hypervisor = match prepared {
+            Some(prepared) => prepared.hypervisor.clone(),
+            None => Waiting::connect(&self.site.hypervisor(name)?, self.socket(name)).await?,
+        };
+        hypervisor.run(name).await
+    }
+
+    /// The socket at which libvirt's QEMU waits for the memory of a machine.
+    fn socket(&self, name: &ImageName) -> PathBuf {
+        self.site
+            .machines()
+            .directory()
+            .join(format!(".{name}.memory"))
     }
 }
 

@@ -1,21 +1,22 @@
 //! What is written to disks after their images were sent: read at the seeder, packed, carried, and written at the leecher.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
-use drover_core::{BlockDevice, DeviceError, Zeroes, is_zero};
+use drover_core::{BlockDevice, DeviceError, is_zero};
 use drover_net::{Code, Frame, FrameReader, FrameWriter, NetError, Refusal, encode};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 
 use crate::error::MigrateError;
 use crate::protocol::{Coding, MAX_FRAME, MAX_WHY, MAX_WRITE, WriteHead, kind};
 
 /// Frames between the thread that reads and the socket, or the socket and the thread that writes.
-const QUEUE: usize = 4;
+pub(crate) const QUEUE: usize = 4;
 
 /// How long the frames of a seeder are taken that does not know yet that the disk failed.
 const DRAIN_LIMIT: Duration = Duration::from_secs(60);
@@ -64,19 +65,27 @@ impl DiskWriter {
         device: Arc<dyn BlockDevice>,
         ranges: Vec<Range<u64>>,
     ) -> Result<(), MigrateError> {
-        let (frames, mut queue) = mpsc::channel(QUEUE);
-        let sent = self.sent.clone();
-        let read =
-            tokio::task::spawn_blocking(move || pack(disk, &*device, ranges, &frames, &sent));
-        while let Some(payload) = queue.recv().await {
-            let payload: Vec<u8> = payload;
-            self.writer.send(kind::WRITE, &payload).await?;
-        }
-        let read = read.await.map_err(|_| MigrateError::Stopped)?;
-        read.map_err(|error| MigrateError::Disk {
-            disk: disk.to_string(),
-            error,
-        })
+        send_ranges(&mut self.writer, disk, device, ranges, &self.sent).await
+    }
+
+    /// Sends another frame, and lets nothing wait to be sent.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub(crate) async fn say(&mut self, kind: u8, payload: &[u8]) -> Result<(), MigrateError> {
+        self.writer.send(kind, payload).await?;
+        Ok(self.writer.flush().await?)
+    }
+
+    /// Sends what [`pack_write`] has packed.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn send_packed(&mut self, payload: &[u8]) -> Result<(), MigrateError> {
+        self.sent
+            .packed
+            .fetch_add(payload.len() as u64, Ordering::Relaxed);
+        Ok(self.writer.send(kind::WRITE, payload).await?)
     }
 
     /// Asks the leecher to make all that was sent durable; [`Self::flushed`] has to follow.
@@ -111,6 +120,28 @@ impl DiskWriter {
     }
 }
 
+/// Sends what is in these ranges of a disk now. Not flushed.
+///
+/// # Errors
+/// When the disk cannot be read, or the connection breaks.
+pub(crate) async fn send_ranges(
+    writer: &mut FrameWriter,
+    disk: u32,
+    device: Arc<dyn BlockDevice>,
+    ranges: Vec<Range<u64>>,
+    sent: &Arc<Sent>,
+) -> Result<(), MigrateError> {
+    let (frames, mut queue) = mpsc::channel(QUEUE);
+    let sent = sent.clone();
+    let read = tokio::task::spawn_blocking(move || pack(disk, &*device, ranges, &frames, &sent));
+    while let Some(payload) = queue.recv().await {
+        let payload: Vec<u8> = payload;
+        writer.send(kind::WRITE, &payload).await?;
+    }
+    let read = read.await.map_err(|_| MigrateError::Stopped)?;
+    read.map_err(|error| failed(disk, error))
+}
+
 fn pack(
     disk: u32,
     device: &dyn BlockDevice,
@@ -124,21 +155,7 @@ fn pack(
             let length = (range.end - offset).min(MAX_WRITE as u64);
             let bytes = &mut buffer[..length as usize];
             device.read(offset, bytes)?;
-            let (coding, body) = match is_zero(bytes) {
-                true => (Coding::Zeros, Vec::new()),
-                false => match zstd::bulk::compress(bytes, LEVEL) {
-                    Ok(packed) if packed.len() < bytes.len() => (Coding::Zstd, packed),
-                    _ => (Coding::Plain, bytes.to_vec()),
-                },
-            };
-            let head = WriteHead {
-                disk,
-                offset,
-                length,
-                coding,
-            };
-            let mut payload = encode(&head);
-            payload.extend_from_slice(&body);
+            let payload = pack_write(disk, offset, bytes);
             sent.disk.fetch_add(length, Ordering::Relaxed);
             sent.packed
                 .fetch_add(payload.len() as u64, Ordering::Relaxed);
@@ -151,7 +168,42 @@ fn pack(
     Ok(())
 }
 
-async fn next(reader: &mut FrameReader) -> Result<Frame, MigrateError> {
+/// Packs a write of at most [`MAX_WRITE`] bytes.
+#[must_use]
+pub fn pack_write(disk: u32, offset: u64, bytes: &[u8]) -> Vec<u8> {
+    if is_zero(bytes) {
+        return pack_zeros(disk, offset, bytes.len() as u64);
+    }
+    let packed = zstd::bulk::compress(bytes, LEVEL).ok();
+    let packed = packed.filter(|packed| packed.len() < bytes.len());
+    let (coding, body) = match &packed {
+        Some(packed) => (Coding::Zstd, &packed[..]),
+        None => (Coding::Plain, bytes),
+    };
+    let head = WriteHead {
+        disk,
+        offset,
+        length: bytes.len() as u64,
+        coding,
+    };
+    let mut payload = encode(&head);
+    payload.extend_from_slice(body);
+    payload
+}
+
+/// Packs a write of any number of zeros.
+#[must_use]
+pub fn pack_zeros(disk: u32, offset: u64, length: u64) -> Vec<u8> {
+    encode(&WriteHead {
+        disk,
+        offset,
+        length,
+        coding: Coding::Zeros,
+    })
+}
+
+/// The next frame of a conversation that is not over.
+pub(crate) async fn next(reader: &mut FrameReader) -> Result<Frame, MigrateError> {
     let frame = reader.next().await?;
     frame.ok_or_else(|| {
         let peer = reader.peer_text().to_owned();
@@ -187,46 +239,24 @@ impl Writing {
     }
 
     /// Writes, unless it has ended.
-    fn write<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
+    pub(crate) fn write<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
         let _busy = self.0.busy.lock();
         let is_open = !*self.0.ended.borrow();
         is_open.then(what)
     }
 }
 
-/// Writes what the seeder sends, until it hangs up. It is told what could not be written.
+/// Hands a seeder's frames to the thread `write`, until it hangs up. It is told of each flush, and of what went wrong.
 ///
 /// # Errors
-/// A disk that cannot be written, a broken connection, or what is against the protocol.
-pub async fn receive(
-    disks: Vec<Arc<dyn BlockDevice>>,
-    writing: Writing,
+/// That of the thread, or a broken connection.
+pub(crate) async fn carry(
     mut reader: FrameReader,
     mut writer: FrameWriter,
+    frames: mpsc::Sender<Frame>,
+    mut flushed: mpsc::Receiver<()>,
+    write: JoinHandle<Result<(), MigrateError>>,
 ) -> Result<(), MigrateError> {
-    reader.set_max_frame(MAX_FRAME);
-    let (frames, mut queue) = mpsc::channel::<Frame>(QUEUE);
-    let (done, mut flushed) = mpsc::channel::<()>(1);
-    let write = tokio::task::spawn_blocking(move || {
-        while let Some(frame) = queue.blocking_recv() {
-            match frame.kind {
-                kind::WRITE => match writing.write(|| apply(&disks, &frame.payload)) {
-                    Some(written) => written?,
-                    None => break,
-                },
-                kind::FLUSH => {
-                    for (n, disk) in disks.iter().enumerate() {
-                        disk.flush().map_err(|error| failed(n as u32, error))?;
-                    }
-                    if done.blocking_send(()).is_err() {
-                        break;
-                    }
-                }
-                _ => return Err(MigrateError::Protocol("disks")),
-            }
-        }
-        Ok(())
-    });
     let carry = async {
         loop {
             tokio::select! {
@@ -262,44 +292,70 @@ pub async fn receive(
     written.and(carried)
 }
 
-fn failed(disk: u32, error: DeviceError) -> MigrateError {
+pub(crate) fn failed(disk: u32, error: DeviceError) -> MigrateError {
     MigrateError::Disk {
         disk: disk.to_string(),
         error,
     }
 }
 
-/// Writes the bytes of one frame.
-fn apply(disks: &[Arc<dyn BlockDevice>], payload: &Bytes) -> Result<(), MigrateError> {
-    let bad = || MigrateError::Protocol("a write to a disk");
-    let (head, body) = postcard::take_from_bytes::<WriteHead>(payload).map_err(|_| bad())?;
-    let disk = usize::try_from(head.disk).ok().and_then(|n| disks.get(n));
-    let disk = disk.ok_or_else(bad)?;
-    let end = head.offset.checked_add(head.length);
-    if end.is_none_or(|end| end > disk.size()) {
-        return Err(bad());
-    }
-    let written = match head.coding {
-        Coding::Zeros => disk.write_zeroes(head.offset, head.length, Zeroes::default()),
-        _ if head.length > MAX_WRITE as u64 => return Err(bad()),
-        Coding::Plain if body.len() as u64 == head.length => disk.write(head.offset, body),
-        Coding::Plain => return Err(bad()),
-        Coding::Zstd => {
-            let bytes = zstd::bulk::decompress(body, head.length as usize).map_err(|_| bad())?;
-            if bytes.len() as u64 != head.length {
-                return Err(bad());
-            }
-            disk.write(head.offset, &bytes)
+/// A frame that brings bytes of a disk.
+pub(crate) struct Write<'a> {
+    /// Where they go: a disk that there is, and inside of it.
+    pub(crate) head: WriteHead,
+    /// They; none for zeros.
+    pub(crate) bytes: Option<Cow<'a, [u8]>>,
+}
+
+impl<'a> Write<'a> {
+    /// Reads and unpacks a frame. `size` says how large a disk is, if there is one of that number.
+    ///
+    /// # Errors
+    /// When that is not what it claims to be.
+    pub(crate) fn parse(
+        payload: &'a [u8],
+        size: impl FnOnce(usize) -> Option<u64>,
+    ) -> Result<Self, MigrateError> {
+        let bad = || MigrateError::Protocol("a write to a disk");
+        let (head, body) = postcard::take_from_bytes::<WriteHead>(payload).map_err(|_| bad())?;
+        let size = usize::try_from(head.disk).ok().and_then(size);
+        let end = head.offset.checked_add(head.length);
+        if end.is_none_or(|end| size.is_none_or(|size| end > size)) {
+            return Err(bad());
         }
-    };
-    written.map_err(|error| failed(head.disk, error))
+        let bytes = match head.coding {
+            Coding::Zeros => None,
+            _ if head.length > MAX_WRITE as u64 => return Err(bad()),
+            Coding::Plain => Some(Cow::Borrowed(body)),
+            Coding::Zstd => {
+                let bytes = zstd::bulk::decompress(body, head.length as usize);
+                Some(Cow::Owned(bytes.map_err(|_| bad())?))
+            }
+        };
+        let is_whole = |bytes: &Cow<'_, [u8]>| bytes.len() as u64 == head.length;
+        match bytes.as_ref().is_none_or(is_whole) {
+            true => Ok(Self { head, bytes }),
+            false => Err(bad()),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use drover_device::backend::MemoryDevice;
 
     use super::*;
+    use crate::program::Target;
+    use crate::program::transfer::Transfer;
+
+    /// Handles a frame as the leecher of a machine does.
+    fn apply(disk: &Arc<dyn BlockDevice>, payload: &Bytes) -> Result<(), MigrateError> {
+        let (target, _) = Target::device(Arc::clone(disk));
+        let payload = payload.clone();
+        let kind = kind::WRITE;
+        Transfer::new(vec![target]).apply(&Frame { kind, payload })
+    }
 
     fn frame(disk: u32, offset: u64, length: u64, coding: Coding, body: &[u8]) -> Bytes {
         let head = WriteHead {
@@ -325,7 +381,7 @@ mod tests {
         pack(0, &from, ranges, &frames, &sent).unwrap();
         drop(frames);
         while let Some(payload) = queue.blocking_recv() {
-            apply(std::slice::from_ref(&to), &payload.into()).unwrap();
+            apply(&to, &payload.into()).unwrap();
         }
         let mut expected = vec![9u8; 4 << 20];
         expected[..4096].copy_from_slice(&content[..4096]);
@@ -339,20 +395,20 @@ mod tests {
 
     #[tokio::test]
     async fn nothing_is_written_after_the_end() {
-        let disks: Vec<Arc<dyn BlockDevice>> = vec![Arc::new(MemoryDevice::from_bytes(&[0; 8192]))];
+        let disk: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::from_bytes(&[0; 8192]));
         let writing = Writing::default();
         let (begun, begins) = std::sync::mpsc::channel();
         let (go, goes) = std::sync::mpsc::channel::<()>();
         let thread = {
             let writing = writing.clone();
-            let disks = disks.clone();
+            let disk = disk.clone();
             std::thread::spawn(move || {
                 let slow = writing.write(|| {
                     begun.send(()).unwrap();
                     goes.recv().unwrap();
-                    apply(&disks, &frame(0, 0, 1, Coding::Plain, &[1])).unwrap();
+                    disk.write(0, &[1]).unwrap();
                 });
-                let late = writing.write(|| apply(&disks, &frame(0, 1, 1, Coding::Plain, &[1])));
+                let late = writing.write(|| disk.write(1, &[1]));
                 (slow.is_some(), late.is_some())
             })
         };
@@ -366,14 +422,14 @@ mod tests {
         writing.ended().await;
         assert_eq!(thread.join().unwrap(), (true, false));
         let mut found = [0; 2];
-        disks[0].read(0, &mut found).unwrap();
+        disk.read(0, &mut found).unwrap();
         assert_eq!(found, [1, 0]);
     }
 
     #[test]
     fn hostile_writes_are_refused() {
-        let disks: Vec<Arc<dyn BlockDevice>> = vec![Arc::new(MemoryDevice::from_bytes(&[0; 8192]))];
-        let refused = |payload: Bytes| apply(&disks, &payload).is_err();
+        let disk: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::from_bytes(&[0; 8192]));
+        let refused = |payload: Bytes| apply(&disk, &payload).is_err();
         assert!(refused(Bytes::new()));
         assert!(refused(frame(1, 0, 1, Coding::Plain, &[1])));
         assert!(refused(frame(0, 8192, 1, Coding::Plain, &[1])));

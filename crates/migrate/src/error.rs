@@ -2,7 +2,7 @@
 
 use std::io;
 
-use drover_core::DeviceError;
+use drover_core::{DeviceError, ImageName};
 use drover_device::backend::nbd::NbdError;
 use drover_hypervisor::HypervisorError;
 use drover_net::{Code, NetError, Refusal};
@@ -60,7 +60,7 @@ pub enum MigrateError {
     },
     /// The machine was taken there, and does not run.
     #[error(
-        "{machine} is at {peer} now, but does not run there: {why}; its QEMU here is paused and must not continue"
+        "{machine} is at {peer} now, but does not run there: {why}; here it is paused and must not continue"
     )]
     NotStarted {
         /// Its name there.
@@ -68,6 +68,26 @@ pub enum MigrateError {
         /// The other site.
         peer: String,
         /// Why.
+        why: String,
+    },
+    /// The machine runs there, and some of its disks is still here only.
+    #[error(
+        "{machine} runs at {peer}, and what it reads of its disks that is still here waits there: {why}; run the same command again"
+    )]
+    Unfinished {
+        /// Its name there.
+        machine: String,
+        /// The other site.
+        peer: String,
+        /// Why the rest does not follow now.
+        why: String,
+    },
+    /// The program that uses a disk.
+    #[error("the program was not {what}: {why}")]
+    Hook {
+        /// What was to be done with it.
+        what: &'static str,
+        /// Why it was not.
         why: String,
     },
     /// What cannot move.
@@ -84,6 +104,12 @@ pub enum MigrateError {
     /// The conversation with the other site broke.
     #[error("the connection with the other site was lost")]
     Lost,
+    /// An image differs from the state that was sent: an old copy there was not what its generations said.
+    #[error("the old copy of {0} at the other site was written since: it is compared by digests")]
+    OldCopy(ImageName),
+    /// The hypervisor paused the machine before what was delivered was compared.
+    #[error("its memory was sent before its disks were compared: they are compared by digests")]
+    TooEarly,
     /// It was stopped.
     #[error("stopped")]
     Stopped,
@@ -108,8 +134,26 @@ impl MigrateError {
         match self {
             Self::Net(e) => e.retryable(),
             Self::Teleport(e) => e.retryable(),
-            Self::Lost => true,
+            Self::Lost | Self::OldCopy(_) | Self::TooEarly => true,
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_run_there_may_be_a_program() {
+        let error = MigrateError::NotStarted {
+            machine: "kv".into(),
+            peer: "lyon".into(),
+            why: "its port is in use".into(),
+        };
+        assert_eq!(
+            error.to_string(),
+            "kv is at lyon now, but does not run there: its port is in use; here it is paused and must not continue"
+        );
     }
 }

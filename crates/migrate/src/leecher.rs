@@ -12,6 +12,10 @@ pub enum Event {
     Copying,
     /// All of the machine is here, paused: it can be taken.
     Ready,
+    /// It can be taken, though some of it is at the seeder still, or not durable. [`Event::Whole`] follows.
+    ReadyInPart,
+    /// What was missing when it was taken is there, and durable.
+    Whole,
     /// It runs.
     Running,
     /// It was taken, and could not be started: it stays here.
@@ -37,14 +41,23 @@ pub enum Action {
     Answer(Answer),
 }
 
+/// How much of it has arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ready {
+    No,
+    /// Enough to run.
+    InPart,
+    Whole,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// It arrives; whether all of it has.
-    Coming {
-        ready: bool,
-    },
+    /// It arrives.
+    Coming(Ready),
     /// It is recorded as taken, and is being started.
     Starting,
+    /// It runs; the rest follows.
+    Following,
     Over,
 }
 
@@ -78,7 +91,9 @@ impl Leecher {
             state: State::Over,
             why: String::new(),
         };
-        if let Some(Move::Coming(known, other, _) | Move::Taken(known, other)) = &before.under_way
+        if let Some(
+            Move::Coming(known, other, _) | Move::Taken(known, other) | Move::Partial(known, other),
+        ) = &before.under_way
             && *known == token
             && other.key != from.key
         {
@@ -92,7 +107,7 @@ impl Leecher {
             None => {
                 let disks = offer.disks.iter().map(|disk| disk.image.clone()).collect();
                 let record = before.receive(token, offer.seed, offer.generation, from, disks)?;
-                leecher.state = State::Coming { ready: false };
+                leecher.state = State::Coming(Ready::No);
                 leecher.keep(record, actions);
             }
         }
@@ -105,8 +120,8 @@ impl Leecher {
     #[must_use]
     pub fn restart(record: &MachineRecord, actions: &mut Vec<Action>) -> Option<Self> {
         let (token, state) = match &record.under_way {
-            Some(Move::Coming(token, ..)) => (*token, State::Coming { ready: false }),
-            Some(Move::Taken(token, _)) => (*token, State::Starting),
+            Some(Move::Coming(token, ..)) => (*token, State::Coming(Ready::No)),
+            Some(Move::Taken(token, _) | Move::Partial(token, _)) => (*token, State::Starting),
             _ => return None,
         };
         if state == State::Starting {
@@ -138,20 +153,43 @@ impl Leecher {
         self.state == State::Over
     }
 
+    /// Whether it runs, or was to, and not all of it is known to be here.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        self.record.is_partial()
+    }
+
+    /// Whether it was taken, and is being started.
+    #[must_use]
+    pub fn is_starting(&self) -> bool {
+        self.state == State::Starting
+    }
+
     /// Whether the copy may begin anew.
     #[must_use]
     pub fn may_begin(&self) -> bool {
-        matches!(self.state, State::Coming { .. })
+        matches!(self.state, State::Coming(_))
+    }
+
+    /// Whether it can be taken.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        matches!(self.state, State::Coming(Ready::Whole | Ready::InPart))
     }
 
     /// Handles an event.
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) {
         match (self.state, event) {
-            (State::Coming { .. }, Event::Copying) => self.state = State::Coming { ready: false },
-            (State::Coming { .. }, Event::Ready) => self.state = State::Coming { ready: true },
-            (State::Coming { .. }, Event::Lost(why)) => self.refuse(why, actions),
-            (State::Coming { ready: true }, Event::Asked(Ask::Commit)) => {
-                if let Some(record) = self.record.take(self.token) {
+            (State::Coming(_), Event::Copying) => self.state = State::Coming(Ready::No),
+            (State::Coming(_), Event::Ready) => self.state = State::Coming(Ready::Whole),
+            (State::Coming(_), Event::ReadyInPart) => self.state = State::Coming(Ready::InPart),
+            (State::Coming(_), Event::Lost(why)) => self.refuse(why, actions),
+            (State::Coming(ready @ (Ready::Whole | Ready::InPart)), Event::Asked(Ask::Commit)) => {
+                let taken = match ready {
+                    Ready::Whole => self.record.take(self.token),
+                    _ => self.record.take_part(self.token),
+                };
+                if let Some(record) = taken {
                     self.state = State::Starting;
                     self.keep(record, actions);
                     actions.push(Action::Run);
@@ -159,30 +197,46 @@ impl Leecher {
                 actions.push(Action::Answer(self.answer()));
             }
             // It committed, so all had arrived.
-            (State::Coming { ready: false }, Event::Asked(Ask::Commit)) => {
+            (State::Coming(Ready::No), Event::Asked(Ask::Commit)) => {
                 self.refuse("what had arrived of it was lost".into(), actions);
                 actions.push(Action::Answer(self.answer()));
             }
-            (State::Coming { .. }, Event::Asked(Ask::Cancel)) => {
+            (State::Coming(_), Event::Asked(Ask::Cancel)) => {
                 self.refuse("cancelled".into(), actions);
                 actions.push(Action::Answer(self.answer()));
             }
-            (State::Starting, Event::Running) => {
-                self.state = State::Over;
-                if let Some(record) = self.record.started(self.token) {
-                    self.keep(record, actions);
+            (State::Starting, Event::Running) if self.record.is_partial() => {
+                self.state = State::Following;
+            }
+            (State::Starting, Event::Running) => self.started(actions),
+            (State::Starting | State::Following, Event::Whole) => {
+                if let Some(record) = self.record.whole(self.token) {
+                    match self.state {
+                        State::Following => {
+                            self.record = record;
+                            self.started(actions);
+                        }
+                        _ => self.keep(record, actions),
+                    }
                 }
             }
             (State::Starting, Event::NotStarted(why)) => self.why = why,
             // Its driver does what else is asked, and says how it went.
-            (State::Coming { .. }, Event::Asked(Ask::Begin | Ask::Prepare | Ask::Arrived)) => {
+            (State::Coming(_), Event::Asked(Ask::Begin | Ask::Prepare | Ask::Arrived)) => {
                 actions.push(Action::Answer(self.answer()));
             }
-            (State::Starting | State::Over, Event::Asked(_)) => {
+            (State::Starting | State::Following | State::Over, Event::Asked(_)) => {
                 actions.push(Action::Answer(self.answer()));
             }
             // Late or repeated: it changes nothing.
             _ => {}
+        }
+    }
+
+    fn started(&mut self, actions: &mut Vec<Action>) {
+        self.state = State::Over;
+        if let Some(record) = self.record.started(self.token) {
+            self.keep(record, actions);
         }
     }
 

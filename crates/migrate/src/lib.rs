@@ -3,7 +3,11 @@
 //! - [`seeder`] and [`leecher`]: the two ends as state machines without I/O and without a clock. They decide who may run
 //!   the machine; what is copied, and how, is the business of their drivers.
 //! - [`protocol`]: what the seeder asks and the leecher answers, and how disks and memory follow.
-//! - [`migrate()`] moves a machine of a QEMU to another site; [`Conversations`], [`DiskWrites`] and [`MemoryStreams`] are
+//! - [`program`] moves a program of one's own: its memory regions and its devices.
+//! - [`track`] makes any device movable, and [`move_device`] moves it while programs use it; [`Hooks`] pause them.
+//! - [`replica`] sends the disks of a machine again and again, as of one moment each.
+//! - [`migrate()`] moves a machine of a QEMU to another site; [`Conversations`], [`DiskWrites`], [`DiskFetches`] and
+//!   [`MemoryStreams`] are
 //!   the services of a [`Site`] that takes it.
 //!
 //! What must not live here: QEMU and libvirt (`hypervisor`), sending images (`teleport`), remote devices (`mount`), the
@@ -12,20 +16,38 @@
 mod destination;
 mod disks;
 mod error;
+mod hold;
+mod hooks;
 pub mod leecher;
 mod memory;
+mod movable;
+pub mod program;
 pub mod protocol;
+pub mod replica;
 pub mod seeder;
 mod source;
 mod talk;
 
 pub use destination::{
-    Conversations, DiskWrites, Happened, MemoryStreams, Moves, Pending, Served, Site,
+    AllMoves, Conversations, DiskFetches, DiskWrites, Happened, MemoryStreams, Moves, Pending,
+    Served, Site, boot,
 };
 pub use error::MigrateError;
+pub use hooks::{Commands, Hooks};
+pub use movable::{Movable, track};
+pub use source::moving::{estimate_device, move_device};
 pub use source::{
-    MoveEvent, MoveOptions, MoveReport, OnMove, Pause, Step, estimate, give_up, migrate,
+    DiskGenerations, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, estimate,
+    give_up, migrate,
 };
 
 #[cfg(test)]
 mod simulation;
+
+/// The page for programmers, whose code is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/tasks/move-a-program.md")]
+struct MoveAProgram;
+
+#[cfg(fuzzing)]
+pub mod fuzzing;

@@ -1,7 +1,7 @@
 //! The hypervisor's stream, carried over an authenticated connection in both directions, and compressed where that pays.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use drover_net::{Frame, FrameReader, FrameWriter, NetError, encode};
@@ -9,7 +9,7 @@ use drover_teleport::{Pace, Packer, Passed, Unpacker};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::error::MigrateError;
 use crate::protocol::{MAX_FRAME, MAX_MEMORY, MemoryHead, kind};
@@ -29,6 +29,60 @@ pub struct Carried {
     pub packed: AtomicU64,
 }
 
+/// Bytes of a piece that passes a [`Gate`] that is not open.
+const ADMITTED_PIECE: usize = 64 << 10;
+
+/// Memory that such a piece may stand for: a page of zeros takes 9 bytes.
+const ADMITTED_MEMORY: u64 = 32 << 20;
+
+/// Memory that the hypervisor may have sent as pages of zeros into the buffers of its socket.
+pub const BUFFERED_MEMORY: u64 = 192 << 20;
+
+/// Keeps a hypervisor's stream from coming to its end: until it is open, only what was admitted passes.
+pub struct Gate {
+    is_open: AtomicBool,
+    admitted: Semaphore,
+}
+
+impl Gate {
+    /// A gate that is closed or open.
+    #[must_use]
+    pub fn new(closed: bool) -> Self {
+        Self {
+            is_open: AtomicBool::new(!closed),
+            admitted: Semaphore::new(0),
+        }
+    }
+
+    /// Admits as much as cannot be the end when the hypervisor has this many bytes of memory to send.
+    pub fn admit(&self, remaining: u64) {
+        let pieces = remaining.saturating_sub(BUFFERED_MEMORY) / ADMITTED_MEMORY;
+        let pieces = usize::try_from(pieces).unwrap_or(0);
+        let admitted = self.admitted.available_permits();
+        self.admitted.add_permits(pieces.saturating_sub(admitted));
+    }
+
+    /// Opens it.
+    pub fn open(&self) {
+        self.is_open.store(true, Ordering::Release);
+        self.admitted.close();
+    }
+
+    /// Waits until something may pass; how many bytes. Cancel safe.
+    async fn pass(&self) -> usize {
+        if self.is_open.load(Ordering::Acquire) {
+            return MAX_MEMORY;
+        }
+        match self.admitted.acquire().await {
+            Ok(admitted) => {
+                admitted.forget();
+                ADMITTED_PIECE
+            }
+            Err(_) => MAX_MEMORY,
+        }
+    }
+}
+
 /// Carries bytes between a local socket and the other site until both directions have ended.
 ///
 /// # Errors
@@ -39,12 +93,13 @@ pub async fn carry(
     mut writer: FrameWriter,
     pace: Pace,
     sent: Arc<Carried>,
+    gate: Arc<Gate>,
 ) -> Result<(), MigrateError> {
     reader.set_max_frame(MAX_FRAME);
     writer.set_max_frame(MAX_FRAME);
     let (from, to) = local.into_split();
     tokio::try_join!(
-        outward(from, &mut writer, pace, sent),
+        outward(from, &mut writer, pace, sent, &gate),
         inward(&mut reader, to)
     )?;
     Ok(())
@@ -55,6 +110,7 @@ async fn outward(
     writer: &mut FrameWriter,
     pace: Pace,
     sent: Arc<Carried>,
+    gate: &Gate,
 ) -> Result<(), MigrateError> {
     let (pieces, queue) = mpsc::channel(QUEUE);
     let (frames, mut packed) = mpsc::channel(QUEUE);
@@ -70,14 +126,18 @@ async fn outward(
         writer.send(kind::MEMORY_END, &[]).await?;
         Ok(writer.flush().await?)
     };
-    tokio::try_join!(read(from, pieces), write)?;
+    tokio::try_join!(read(from, pieces, gate), write)?;
     Ok(())
 }
 
 /// Reads the socket to its end, in pieces as large as what is there.
-async fn read(mut from: OwnedReadHalf, pieces: mpsc::Sender<Vec<u8>>) -> Result<(), MigrateError> {
+async fn read(
+    mut from: OwnedReadHalf,
+    pieces: mpsc::Sender<Vec<u8>>,
+    gate: &Gate,
+) -> Result<(), MigrateError> {
     loop {
-        let mut piece = vec![0; MAX_MEMORY];
+        let mut piece = vec![0; gate.pass().await];
         let mut length = from.read(&mut piece).await.map_err(MigrateError::Stream)?;
         if length == 0 {
             return Ok(());
@@ -193,7 +253,32 @@ fn unpack(
 mod tests {
     use drover_teleport::{Effort, Packing};
 
+    use std::time::Duration;
+
     use super::*;
+
+    #[tokio::test]
+    async fn a_gate_lets_pass_what_cannot_be_the_end() {
+        let gate = Gate::new(true);
+        gate.admit(BUFFERED_MEMORY + ADMITTED_MEMORY - 1);
+        let waits = tokio::time::timeout(Duration::from_millis(20), gate.pass());
+        assert!(waits.await.is_err());
+        // What was admitted and has not passed counts.
+        for _ in 0..2 {
+            gate.admit(BUFFERED_MEMORY + 2 * ADMITTED_MEMORY);
+        }
+        assert_eq!(gate.pass().await, ADMITTED_PIECE);
+        assert_eq!(gate.pass().await, ADMITTED_PIECE);
+        {
+            let waits = gate.pass();
+            tokio::pin!(waits);
+            let waited = tokio::time::timeout(Duration::from_millis(20), &mut waits);
+            assert!(waited.await.is_err());
+            gate.open();
+            assert_eq!(waits.await, MAX_MEMORY);
+        }
+        assert_eq!(gate.pass().await, MAX_MEMORY);
+    }
 
     /// A stream of pages, some of which repeat, some of which are noise.
     fn stream(seed: u64, length: usize) -> Vec<u8> {

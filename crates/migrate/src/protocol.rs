@@ -18,6 +18,10 @@
 //! asks the leecher to take the machine ([`Ask::Commit`]), again and again until there is an answer. Until it commits, it
 //! can give the move up without one; [`Ask::Cancel`] merely tidies the other side.
 //!
+//! What of the disks does not fit into the pause is named instead of sent, and follows when the leecher has taken the machine:
+//! what the machine waits for by [`FetchDisks`], the rest by [`SendDisks`]. Until then the seeder's move is committed and not
+//! over, and the leecher's is in part.
+//!
 //! The encoding is in `docs/format/migrate-wire.md`.
 
 use std::time::Duration;
@@ -70,9 +74,21 @@ pub const MAX_WHY: usize = 500;
 /// Upper bound on the name of a device, in bytes.
 pub const MAX_DEVICE: usize = 200;
 
+/// What moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Kind {
+    /// A machine, which runs at the leecher at the end.
+    #[default]
+    Machine,
+    /// The disk of a program: at the end it is an image of the leecher.
+    Disk,
+}
+
 /// Opens a move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenMove {
+    /// What moves: machines and disks have names of their own.
+    pub kind: Kind,
     /// The move.
     pub token: Token,
     /// The machine's name at the leecher.
@@ -130,6 +146,8 @@ pub struct Answer {
 /// Sends what was written to the disks after their images were sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendDisks {
+    /// What moves.
+    pub kind: Kind,
     /// The machine's name at the leecher.
     pub machine: ImageName,
     /// Its move.
@@ -137,6 +155,18 @@ pub struct SendDisks {
 }
 
 request!(SendDisks: "migrate.disks", Host, () => ());
+
+/// Offers to send what the leecher waits for of disks that were not sent before it took the machine. The leecher first says
+/// what it lacks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchDisks {
+    /// The machine's name at the leecher.
+    pub machine: ImageName,
+    /// Its move.
+    pub token: Token,
+}
+
+request!(FetchDisks: "migrate.fetch", Host, () => ());
 
 /// Where bytes of a disk go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -172,6 +202,21 @@ pub struct SendMemory {
 }
 
 request!(SendMemory: "migrate.memory", Host, () => ());
+
+/// Tells, after a move, the generations of a disk that was left behind, so that it can come back to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TellGenerations {
+    /// The machine's name at the leecher, which runs it.
+    pub machine: ImageName,
+    /// The move by which it came.
+    pub token: Token,
+    /// The disk, by its place in the machine.
+    pub disk: u32,
+    /// A `drover_store::generations::Summary`, encoded; its last generation is over.
+    pub generations: Vec<u8>,
+}
+
+request!(TellGenerations: "migrate.generations", Host, () => ());
 
 /// How bytes of the stream follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

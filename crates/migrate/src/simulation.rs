@@ -1,5 +1,5 @@
 //! Hand-overs between two simulated sites whose processes, hypervisors and link die at any step. Whatever happens, never
-//! may both run the machine, and once all is well again exactly one does.
+//! may both run the machine, and once all is well again exactly one does, with all of it.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use drover_store::machine::{Generation, MachineRecord, Move, Other, Owner, Seed,
 use fastrand::Rng;
 
 use crate::leecher::{self, Leecher};
-use crate::protocol::{Answer, Ask, OpenMove};
+use crate::protocol::{Answer, Ask, Kind, OpenMove};
 use crate::seeder::{self, End, Seeder};
 
 const SEED: Seed = Seed([7; 16]);
@@ -121,7 +121,16 @@ impl World {
                     assert!(self.source.disk.may_run());
                     self.source.runs = true;
                 }
-                seeder::Action::Release => self.source.runs = false,
+                seeder::Action::Release => {
+                    // What is left follows first, or the process dies in the middle of it.
+                    if self.lacks() && self.rng.u8(0..4) > 0 {
+                        self.leecher(leecher::Event::Whole);
+                    }
+                    if self.lacks() {
+                        return self.crash_source();
+                    }
+                    self.source.runs = false;
+                }
                 seeder::Action::End(end) => {
                     self.source.ended = Some(end);
                     self.cut();
@@ -171,6 +180,12 @@ impl World {
         }
     }
 
+    /// Whether the destination has taken the machine, and not all of it.
+    fn lacks(&self) -> bool {
+        let there = self.destination.disk.as_ref();
+        there.is_some_and(MachineRecord::is_partial)
+    }
+
     fn reply(&mut self, message: Message) {
         if self.linked {
             self.back.push_back(message);
@@ -218,6 +233,7 @@ impl World {
         };
         self.linked = true;
         let offer = OpenMove {
+            kind: Kind::Machine,
             token: process.token(),
             machine: ImageName::new("web").unwrap(),
             seed: SEED,
@@ -243,7 +259,11 @@ impl World {
                 let coming = self.destination.process.is_some();
                 if coming && !self.destination.runs {
                     self.destination.has_all = true;
-                    self.leecher(leecher::Event::Ready);
+                    let ready = match self.rng.bool() {
+                        true => leecher::Event::Ready,
+                        false => leecher::Event::ReadyInPart,
+                    };
+                    self.leecher(ready);
                     self.reply(Message::Arrived);
                 }
             }
@@ -365,6 +385,11 @@ impl World {
             trace()
         );
         assert!(
+            !self.lacks() || self.source.disk.is_committed(),
+            "seed {seed}: what it lacks is nowhere\n{}",
+            trace()
+        );
+        assert!(
             !(self.source.runs && self.destination.runs),
             "seed {seed}: it runs twice\n{}",
             trace()
@@ -424,6 +449,11 @@ fn never_two_and_at_last_exactly_one() {
             .as_ref()
             .is_some_and(MachineRecord::may_run);
         let here = world.source.disk.may_run();
+        assert!(
+            !world.lacks(),
+            "seed {seed}: not all of it\n{}",
+            trace(&world)
+        );
         assert!(here != there, "seed {seed}: no owner\n{}", trace(&world));
         // Its own site starts what it owns; nothing else may run.
         assert!(!world.source.runs || here, "seed {seed}");

@@ -1,28 +1,41 @@
 //! Moves a running machine to another site: copies its disks and its memory, and drives the seeder.
 
 mod copy;
-mod disks;
+mod device;
+pub(crate) mod disks;
+mod domain;
+mod follow_domain;
+mod forward;
+mod left;
+pub mod moving;
+mod proof;
 mod report;
+mod rest;
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use drover_core::ImageName;
-use drover_hypervisor::HypervisorError;
+use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_hypervisor::machine::{Machine, RunState, Yank};
+use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
 use drover_net::{Backoff, Code, ConnectOptions, FrameReader, FrameWriter, Refusal, connect_any};
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Move, Other, Owner, Seed, Token,
 };
-use drover_teleport::{SendItem, send};
+use drover_teleport::progress::ImageReport;
+use drover_teleport::{SendItem, SendOptions, send};
 use tokio::sync::{Notify, watch};
 
+use self::device::Device;
 use self::disks::Disks;
-pub use self::report::{MoveEvent, MoveOptions, MoveReport, OnMove, Pause, Step};
+use self::proof::Delivered;
+pub use self::report::{
+    DiskGenerations, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step,
+};
 use crate::error::MigrateError;
-use crate::protocol::{Answer, Ask, OpenMove, kind};
+use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::seeder::{Action, End, Event, Seeder};
 use crate::talk::{Asker, Talk};
 
@@ -38,84 +51,136 @@ const STEADY: Duration = Duration::from_secs(60);
 /// How often that is looked at.
 const CANCEL_POLL: Duration = Duration::from_millis(20);
 
-/// Moves a machine. Returns when it runs there. `machine` is `None` where its hypervisor has ended, which is only right when
+/// Moves a machine. Returns when it runs there. `hypervisor` is `None` where the hypervisor has ended, which is only right when
 /// the move is committed: then the other site is asked.
 ///
 /// # Errors
 /// When it stays here, and runs on; or, after the commitment, when it was stopped before the other site had answered: then
 /// nobody runs it until the same is called again.
 pub async fn migrate(
-    machine: Option<Machine>,
+    hypervisor: Option<Hypervisor>,
     machines: &Machines,
     options: MoveOptions,
     on_event: OnMove,
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
+    if let Some(known) = machines.load(&options.machine)?
+        && known.is_partial()
+    {
+        // The site has it locked until all has come.
+        known.leave(Token(drover_net::random_id()), destination(&options))?;
+    }
     let lock = lock(machines, &options.machine)?;
-    let begun = Instant::now();
     let known = machines.load(&options.machine)?;
     let is_committed = known.as_ref().is_some_and(MachineRecord::is_committed);
     if let Some(known) = &known {
         check_same(known, &options)?;
+        // Before anything is done to a machine that may not leave, such as one that is still coming.
+        known.leave(Token(drover_net::random_id()), destination(&options))?;
     }
-    if machine.is_none() && !is_committed {
+    if hypervisor.is_none() && !is_committed {
         return Err(MigrateError::Unsupported(format!(
             "{} runs no machine",
             options.hypervisor
         )));
     }
     let mut disks = Disks::default();
-    if let Some(machine) = machine.as_ref().filter(|_| !is_committed) {
-        if known
+    if let Some(hypervisor) = hypervisor.as_ref().filter(|_| !is_committed) {
+        let is_leaving = known
             .as_ref()
-            .is_some_and(|known| known.under_way.is_some())
-        {
+            .is_some_and(|known| known.under_way.is_some());
+        match hypervisor {
             // Of a process that was killed.
-            disks::clear(machine, &options.work).await;
-            resume(machine).await?;
+            _ if is_leaving => restore(hypervisor, &disks, None, &options.work).await?,
+            Hypervisor::Libvirt(domain) => domain::restore_unknown(domain, &options.work).await?,
+            Hypervisor::Qemu(_) => {}
         }
-        disks = Disks::of(machine, &options.name_there).await?;
+        disks = disks_of(hypervisor, &options.name_there).await?;
     }
     let names = disks.offers.iter().map(|offer| offer.image.clone());
-    let mut known =
+    let known =
         known.unwrap_or_else(|| MachineRecord::new(Seed(drover_net::random_id()), names.collect()));
+    let driven = Driven {
+        hypervisor,
+        disks,
+        device: None,
+    };
+    drive(driven, known, lock, machines, options, on_event, stop).await
+}
+
+/// What moves: a machine, unless its hypervisor has ended, or the disk of a program.
+struct Driven {
+    hypervisor: Option<Hypervisor>,
+    disks: Disks,
+    device: Option<Box<Device>>,
+}
+
+/// Drives a seeder to its end.
+async fn drive(
+    driven: Driven,
+    mut known: MachineRecord,
+    lock: MachineLock,
+    machines: &Machines,
+    options: MoveOptions,
+    on_event: OnMove,
+    stop: watch::Receiver<bool>,
+) -> Result<MoveReport, MigrateError> {
+    let begun = Instant::now();
     known.hypervisor = Some(options.hypervisor.clone());
     known.name_there = Some(options.name_there.clone());
-    let to = Other {
-        key: options.send.peer.0,
-        name: options.send.peer_name.clone(),
-    };
     let mut actions = Vec::new();
     let token = Token(drover_net::random_id());
-    let seeder = Seeder::start(&known, token, to, &mut actions)?;
+    let seeder = Seeder::start(&known, token, destination(&options), &mut actions)?;
     let mut driver = Driver {
-        machine,
+        was_committed: seeder.is_committed(),
+        hypervisor: driven.hypervisor,
+        device: driven.device,
         machines,
         options,
         on_event,
         stop,
-        disks,
+        disks: driven.disks,
         seeder,
         asker: None,
         lost: Arc::default(),
         report: MoveReport::default(),
+        performing: None,
         paused: None,
         refused: None,
         broken: None,
         pauses: pauses(),
         trouble: None,
+        distrusted: false,
+        rest: None,
+        rate: 0.0,
         _lock: lock,
     };
     let end = driver.drive(actions).await;
-    if let Some(machine) = &driver.machine {
-        disks::clear(machine, &driver.options.work).await;
+    // What was handed over, and is not all there, can be read as it is.
+    let is_needed = matches!(end, Err(MigrateError::Unfinished { .. }))
+        || driver.seeder.is_committed() && driver.has_rest();
+    if !is_needed {
+        driver.forget_rest();
+        if let Some(Hypervisor::Qemu(machine)) = &driver.hypervisor {
+            driver.disks.clear(machine, &driver.options.work).await;
+        }
     }
     end?;
     let mut report = driver.report;
     report.machine = driver.options.name_there.to_string();
-    report.left = driver.disks.files;
+    report.token = Some(driver.seeder.token());
+    let files = std::mem::take(&mut driver.disks.files);
+    report.left = files.iter().map(|(_, file)| file.clone()).collect();
+    report.left_disks = files;
     report.seconds = begun.elapsed().as_secs_f64();
     Ok(report)
+}
+
+fn destination(options: &MoveOptions) -> Other {
+    Other {
+        key: options.send.peer.0,
+        name: options.send.peer_name.clone(),
+    }
 }
 
 /// A move that is under way goes on as it began: another hypervisor runs another machine, and under another name the other
@@ -146,7 +211,7 @@ fn check_same(known: &MachineRecord, options: &MoveOptions) -> Result<(), Migrat
 /// # Errors
 /// When there is no such move, a process works on it, or it is committed: then only the other site can tell.
 pub async fn give_up(
-    machine: Option<Machine>,
+    hypervisor: Option<Hypervisor>,
     machines: &Machines,
     name: &ImageName,
     work: &Path,
@@ -155,9 +220,8 @@ pub async fn give_up(
     let known = machines.load(name)?;
     match known.as_ref().and_then(|known| known.under_way.clone()) {
         Some(Move::Leaving(token, _)) => {
-            if let Some(machine) = &machine {
-                disks::clear(machine, work).await;
-                resume(machine).await?;
+            if let Some(hypervisor) = &hypervisor {
+                restore(hypervisor, &Disks::default(), None, work).await?;
             }
             if let Some(stays) = known.and_then(|known| known.stay(token)) {
                 machines.store(name, &stays)?;
@@ -208,33 +272,89 @@ fn lock(machines: &Machines, name: &ImageName) -> Result<MachineLock, MigrateErr
 /// # Errors
 /// When it cannot move, or the other site does not say.
 pub async fn estimate(
-    machine: &Machine,
+    hypervisor: &Hypervisor,
     options: MoveOptions,
     on_event: OnMove,
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
-    let mut disks = Disks::of(machine, &options.name_there).await?;
+    let mut disks = disks_of(hypervisor, &options.name_there).await?;
     let report = MoveReport {
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
         ..MoveReport::default()
     };
     let estimated = async {
-        let items = disks.hold(machine, &options.work, &options.scratch).await?;
+        let items = match hypervisor {
+            Hypervisor::Qemu(_) => held(&mut disks, hypervisor, &options).await?,
+            // It is only read: what is written meanwhile makes the estimate less exact.
+            Hypervisor::Libvirt(_) => domain::images(&disks).await?,
+        };
         send_images(items, &options, on_event, stop).await
     };
     let estimated = estimated.await;
-    disks::clear(machine, &options.work).await;
+    if let Hypervisor::Qemu(machine) = hypervisor {
+        disks.clear(machine, &options.work).await;
+    }
     estimated.map(|_| report)
 }
 
-/// Sends the images of the disks; bytes on the wire.
+/// The disks of a machine that can move.
+async fn disks_of(hypervisor: &Hypervisor, name: &ImageName) -> Result<Disks, MigrateError> {
+    match hypervisor {
+        Hypervisor::Qemu(machine) => Disks::of(machine, name).await,
+        Hypervisor::Libvirt(domain) => domain::disks(domain, name).await,
+    }
+}
+
+/// The state of all disks of now, as images to be sent.
+async fn held(
+    disks: &mut Disks,
+    hypervisor: &Hypervisor,
+    options: &MoveOptions,
+) -> Result<Vec<SendItem>, MigrateError> {
+    let (work, scratch) = (&options.work, &options.scratch);
+    match hypervisor {
+        Hypervisor::Qemu(machine) => disks.hold(machine, work, scratch).await,
+        Hypervisor::Libvirt(domain) => domain::hold(disks, domain, work, scratch).await,
+    }
+}
+
+/// Ends what a move has begun, in this process or an earlier one, and lets the machine run.
+async fn restore(
+    hypervisor: &Hypervisor,
+    disks: &Disks,
+    performing: Option<domain::Performing>,
+    work: &Path,
+) -> Result<(), MigrateError> {
+    match hypervisor {
+        Hypervisor::Qemu(machine) => {
+            let resumed = resume(machine).await;
+            disks.clear(machine, work).await;
+            resumed
+        }
+        Hypervisor::Libvirt(domain) => domain::restore(domain, performing, work).await,
+    }
+}
+
+/// What sending the images took.
+struct ImagesSent {
+    wire_bytes: u64,
+    unread_bytes: u64,
+    /// Those that were not read completely.
+    unread: Vec<Delivered>,
+}
+
+/// Sends the images of the disks.
 async fn send_images(
     items: Vec<SendItem>,
     options: &MoveOptions,
     on_event: OnMove,
     stop: watch::Receiver<bool>,
-) -> Result<u64, MigrateError> {
+) -> Result<ImagesSent, MigrateError> {
+    let states: Vec<_> = items
+        .iter()
+        .map(|item| (item.name.clone(), item.snapshot.clone()))
+        .collect();
     let reports = send(
         items,
         options.send.clone(),
@@ -243,11 +363,23 @@ async fn send_images(
         Arc::clone(&options.wire),
         stop,
     );
-    Ok(reports
-        .await?
-        .iter()
-        .map(|report| report.wire_sent_bytes)
-        .sum())
+    let reports = reports.await?;
+    let unread = |report: &&ImageReport| report.unread_blocks > 0;
+    let delivered = reports.iter().filter(unread).filter_map(|report| {
+        let state = states.iter().find(|(name, _)| name.as_str() == report.name);
+        let (name, state) = state?;
+        Some(Delivered {
+            name: name.clone(),
+            image: state.as_ref()?.image.clone(),
+            digest: report.digest,
+        })
+    });
+    let blocks: u64 = reports.iter().map(|report| report.unread_blocks).sum();
+    Ok(ImagesSent {
+        wire_bytes: reports.iter().map(|report| report.wire_sent_bytes).sum(),
+        unread_bytes: blocks * BLOCK_SIZE_U64,
+        unread: delivered.collect(),
+    })
 }
 
 /// Ends a migration of the hypervisor, if there is one, and lets the machine run.
@@ -278,12 +410,31 @@ async fn resume(machine: &Machine) -> Result<(), MigrateError> {
     }
 }
 
+/// Makes a call to the other site that stays open after its reply.
+async fn call<R: Request<Reply = ()>>(
+    send: &SendOptions,
+    request: &R,
+) -> Result<(FrameReader, FrameWriter), MigrateError> {
+    let options = ConnectOptions::named(&send.peer_name);
+    let connection = connect_any(&send.addresses, &send.identity, &send.peer, &options).await?;
+    let (mut reader, mut writer) = connection.split();
+    writer.set_rate(send.limit.clone());
+    service::open(&mut writer, request).await?;
+    writer.flush().await?;
+    service::read_reply::<R>(&mut reader).await?;
+    Ok((reader, writer))
+}
+
 fn pauses() -> Backoff {
     Backoff::new(Duration::from_millis(250), Duration::from_secs(10))
 }
 
 struct Driver<'a> {
-    machine: Option<Machine>,
+    hypervisor: Option<Hypervisor>,
+    /// The disk of a program, if it is none of a machine.
+    device: Option<Box<Device>>,
+    /// Whether the move was committed when this began.
+    was_committed: bool,
     machines: &'a Machines,
     options: MoveOptions,
     on_event: OnMove,
@@ -294,6 +445,8 @@ struct Driver<'a> {
     /// Notified when its connection breaks.
     lost: Arc<Notify>,
     report: MoveReport,
+    /// The migration that libvirt performs.
+    performing: Option<domain::Performing>,
     /// When the machine was paused.
     paused: Option<Instant>,
     /// The refusal for which the move is given up.
@@ -302,6 +455,12 @@ struct Driver<'a> {
     broken: Option<Instant>,
     /// The waits in between.
     pauses: Backoff,
+    /// Whether what is known of the disks' generations turned out to be wrong.
+    distrusted: bool,
+    /// What may be left of the disks.
+    rest: Option<left::Rest>,
+    /// Bytes of disks per second in the last round that tells, or 0.
+    rate: f64,
     /// What is wrong with the machine where it is now.
     trouble: Option<String>,
     _lock: MachineLock,
@@ -357,14 +516,25 @@ impl Driver<'_> {
         (self.on_event)(MoveEvent::Reconnecting {
             error: error.to_string(),
         });
-        tokio::select! {
-            () = tokio::time::sleep(delay) => {}
-            _ = self.stop.wait_for(|stop| *stop) => {
-                if self.seeder.is_committed() {
-                    return Err(MigrateError::Stopped);
-                }
+        let stopped = tokio::select! {
+            () = tokio::time::sleep(delay) => false,
+            stopped = self.stop.wait_for(|stop| *stop) => {
+                drop(stopped);
+                true
+            }
+        };
+        let is_frozen = self
+            .device
+            .as_ref()
+            .is_some_and(|device| device.is_frozen());
+        match stopped {
+            true if !self.seeder.is_committed() => {
                 self.seeder.handle(Event::Abort("stopped".into()), next);
             }
+            // Somebody waits for it: the other site is asked until there is an answer.
+            true if is_frozen => tokio::time::sleep(delay).await,
+            true => return Err(MigrateError::Stopped),
+            false => {}
         }
         Ok(())
     }
@@ -377,12 +547,22 @@ impl Driver<'_> {
         }
     }
 
+    /// Whether its disks may still have layers: who gives it up, or moves it again, ends that first, and the move stays under
+    /// way until then.
+    fn is_unrestored(&self) -> bool {
+        matches!(self.hypervisor, Some(Hypervisor::Libvirt(_))) && self.trouble.is_some()
+    }
+
     /// Makes a record durable.
     async fn keep(
         &mut self,
         record: &MachineRecord,
         next: &mut Vec<Action>,
     ) -> Result<(), MigrateError> {
+        let stays = self.seeder.is_over() && record.owner == Owner::Here;
+        if stays && record.under_way.is_none() && self.is_unrestored() {
+            return Ok(());
+        }
         let Err(e) = self.machines.store(&self.options.machine, record) else {
             return Ok(());
         };
@@ -393,7 +573,7 @@ impl Driver<'_> {
             self.seeder.handle(Event::Answered(answer), next);
             return Ok(());
         }
-        match self.seeder.is_over() && record.owner == Owner::Here {
+        match stays {
             // It stays, which the next move finds out again.
             true => tracing::warn!("{e}"),
             false => return Err(e.into()),
@@ -415,12 +595,16 @@ impl Driver<'_> {
                     Ok(()) => self.seeder.handle(Event::Copied, next),
                     Err(e) => {
                         self.undo().await;
+                        self.distrusted |=
+                            matches!(e, MigrateError::OldCopy(_) | MigrateError::TooEarly);
                         self.refused = e.code();
                         if begun.elapsed() > STEADY {
                             (self.broken, self.pauses) = (None, pauses());
                         }
                         let since = *self.broken.get_or_insert_with(Instant::now);
-                        let patient = since.elapsed() < self.options.send.give_up_after;
+                        // On what is left of this one there is no other.
+                        let patient = self.trouble.is_none()
+                            && since.elapsed() < self.options.send.give_up_after;
                         match e.retryable() && patient {
                             // The copy begins anew, with what has arrived.
                             true => {
@@ -434,6 +618,9 @@ impl Driver<'_> {
                 }
             }
             Action::Ask(Ask::Cancel) if !self.seeder.is_committed() => {
+                if self.is_unrestored() {
+                    return Ok(None);
+                }
                 // It only tidies the other site: the next move does that too.
                 if self.asker.is_none() {
                     let connected = tokio::time::timeout(CANCEL_LIMIT, self.connect());
@@ -459,17 +646,34 @@ impl Driver<'_> {
                 if let Some(paused) = self.paused {
                     let pause = &mut self.report.pause;
                     pause.total_ms = millis(paused);
-                    pause.hand_over_ms = pause.total_ms - pause.disks_ms - pause.memory_ms;
+                    let parts = pause.hook_ms + pause.disks_ms + pause.memory_ms;
+                    pause.hand_over_ms = pause.total_ms - parts;
                 }
+                if let Some(device) = &mut self.device {
+                    device.gone().await;
+                }
+                self.follow_rest().await?;
                 let keep = self.options.keep_source || self.trouble.is_some();
-                if let Some(machine) = self.machine.as_ref().filter(|_| !keep) {
-                    machine.quit().await.ok();
+                match self.hypervisor.as_ref().filter(|_| !keep) {
+                    Some(Hypervisor::Qemu(machine)) => {
+                        machine.quit().await.ok();
+                    }
+                    Some(Hypervisor::Libvirt(domain)) => {
+                        domain::leave(domain, &self.options.work).await;
+                    }
+                    None => {}
                 }
             }
             Action::End(end) => {
                 return Ok(Some(match end {
                     End::Moved => match self.trouble.take() {
                         None => Ok(()),
+                        Some(why) if self.device.is_some() => {
+                            Err(MigrateError::Unsupported(format!(
+                                "{} is at {} now, but cannot be used there yet: {why}",
+                                self.options.name_there, self.options.send.peer_name
+                            )))
+                        }
                         Some(why) => Err(MigrateError::NotStarted {
                             machine: self.options.name_there.to_string(),
                             peer: self.options.send.peer_name.clone(),
@@ -481,7 +685,7 @@ impl Driver<'_> {
                             why = format!("{} had refused it", self.options.send.peer_name);
                         }
                         if let Some(trouble) = self.trouble.take() {
-                            why = format!("{why}; it does not run: {trouble}");
+                            why = format!("{why}; {trouble}");
                         }
                         Err(MigrateError::Stayed {
                             machine: self.options.machine.to_string(),
@@ -501,12 +705,17 @@ impl Driver<'_> {
 
     /// Opens the conversation, or uses the open one; the leecher's first answer.
     async fn connect(&mut self) -> Result<Answer, MigrateError> {
+        let (kind, disks) = match &self.device {
+            Some(device) => (Kind::Disk, device.offers()),
+            None => (Kind::Machine, self.disks.offers.clone()),
+        };
         let offer = OpenMove {
+            kind,
             token: self.seeder.token(),
             machine: self.options.name_there.clone(),
             seed: self.seeder.record().seed,
             generation: self.seeder.record().generation,
-            disks: self.disks.offers.clone(),
+            disks,
             memory_bytes: self.disks.memory_bytes,
         };
         self.asker = None;
@@ -525,15 +734,7 @@ impl Driver<'_> {
         &self,
         request: &R,
     ) -> Result<(FrameReader, FrameWriter), MigrateError> {
-        let send = &self.options.send;
-        let options = ConnectOptions::named(&send.peer_name);
-        let connection = connect_any(&send.addresses, &send.identity, &send.peer, &options).await?;
-        let (mut reader, mut writer) = connection.split();
-        writer.set_rate(send.limit.clone());
-        service::open(&mut writer, request).await?;
-        writer.flush().await?;
-        service::read_reply::<R>(&mut reader).await?;
-        Ok((reader, writer))
+        call(&self.options.send, request).await
     }
 
     async fn ask(&self, ask: Ask) -> Result<Answer, MigrateError> {
@@ -553,23 +754,34 @@ impl Driver<'_> {
     }
 
     /// The hypervisor, without which nothing can be copied.
-    fn machine(&self) -> Result<&Machine, MigrateError> {
+    fn hypervisor(&self) -> Result<&Hypervisor, MigrateError> {
         let ended = || MigrateError::Unsupported(format!("{} has ended", self.options.hypervisor));
-        self.machine.as_ref().ok_or_else(ended)
+        self.hypervisor.as_ref().ok_or_else(ended)
     }
 
     /// Ends what the copy began, and lets the machine run on.
     async fn undo(&mut self) {
-        if let Some(machine) = &self.machine {
-            self.trouble = match resume(machine).await {
-                Ok(()) => None,
-                Err(MigrateError::Hypervisor(HypervisorError::Closed { .. })) => {
-                    Some("its QEMU has ended: boot it from its disks".into())
-                }
-                Err(e) => Some(format!("{e}: continue it in QEMU")),
-            };
+        self.forget_rest();
+        if let Some(device) = &mut self.device {
+            self.trouble = device.stay(self.was_committed).await;
             self.paused = None;
-            disks::clear(machine, &self.options.work).await;
+        }
+        if let Some(hypervisor) = &self.hypervisor {
+            let performing = self.performing.take();
+            self.trouble =
+                match restore(hypervisor, &self.disks, performing, &self.options.work).await {
+                    Ok(()) => None,
+                    Err(MigrateError::Hypervisor(HypervisorError::Closed { .. })) => {
+                        Some("it does not run: its QEMU has ended: boot it from its disks".into())
+                    }
+                    Err(e) => Some(match hypervisor {
+                        Hypervisor::Qemu(_) => format!("it does not run: {e}: continue it in QEMU"),
+                        Hypervisor::Libvirt(_) => {
+                            format!("{e}: look at it with virsh, then give the move up")
+                        }
+                    }),
+                };
+            self.paused = None;
         }
     }
 }

@@ -84,7 +84,8 @@ impl Client {
         let inner = Arc::new(Inner {
             committed: AtomicU64::new(opened.identity.epoch),
             state: Mutex::new(ClientState {
-                scheduler: Scheduler::new(opened.shape(), options.window),
+                scheduler: Scheduler::new(opened.shape(), options.window)
+                    .with_patience(options.give_up),
                 connections: Vec::new(),
                 wires: Vec::new(),
                 link: Link::Down("connecting".into()),
@@ -169,13 +170,38 @@ impl Client {
         self.inner.pack(body)
     }
 
+    /// Bytes of memory of the direct changes that the site has made and not flushed.
+    pub(crate) fn unflushed(&self) -> u64 {
+        self.inner.state.lock().scheduler.unflushed()
+    }
+
     /// Sends a request and returns a handle to its reply; for threads that may block.
     pub(crate) fn direct(&self, request: Request, body: Bytes) -> PendingReply {
+        self.direct_after(Duration::ZERO, request, body)
+    }
+
+    /// The same for a request that has waited before.
+    pub(crate) fn direct_after(
+        &self,
+        waited: Duration,
+        request: Request,
+        body: Bytes,
+    ) -> PendingReply {
         let (say, hear) = std::sync::mpsc::sync_channel(1);
-        self.inner.send_request(request, body, ReplyTo::Direct(say));
-        PendingReply {
-            hear,
-            limit: self.inner.options.give_up + CLOSE_WAIT,
+        let left = self.inner.options.limit(&request).saturating_sub(waited);
+        let deadline = self.inner.now() + left;
+        let job = Job::new(request, body, deadline, ReplyTo::Direct(say));
+        self.inner.put(job);
+        self.inner.issue();
+        PendingReply { hear }
+    }
+
+    /// Fails for a request that has waited for the site as long as requests do.
+    pub(crate) fn check_patience(&self, waited: Duration) -> Result<(), DeviceError> {
+        let request = Request::DirectFlush { id: 0 };
+        match waited < self.inner.options.limit(&request) {
+            true => Ok(()),
+            false => Err(self.inner.timeout_error(&request)),
         }
     }
 }
@@ -183,15 +209,12 @@ impl Client {
 /// A pending reply.
 pub(crate) struct PendingReply {
     hear: std::sync::mpsc::Receiver<Result<(Reply, Bytes), DeviceError>>,
-    limit: Duration,
 }
 
 impl PendingReply {
-    /// Waits for the reply.
+    /// Waits for the reply, until the request's deadline, which may be put off.
     pub(crate) fn wait(self) -> Result<(Reply, Bytes), DeviceError> {
-        self.hear
-            .recv_timeout(self.limit)
-            .unwrap_or(Err(DeviceError::Closed))
+        self.hear.recv().unwrap_or(Err(DeviceError::Closed))
     }
 }
 
@@ -201,8 +224,20 @@ impl Drop for Client {
     }
 }
 
+/// Ends the client when dropped, with the runtime perhaps: nothing else ends requests then.
+struct Ends(Weak<Inner>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.end(DeviceError::Closed);
+        }
+    }
+}
+
 /// Fails requests whose deadline has passed.
 async fn expire_requests(inner: Weak<Inner>) {
+    let _ends = Ends(inner.clone());
     loop {
         tokio::time::sleep(EXPIRE_EVERY).await;
         let Some(inner) = inner.upgrade() else {

@@ -1,6 +1,10 @@
 //! A direct mount: every request goes to the site, and returns with the reply.
+//!
+//! Nothing that was written is lost when the site is killed: what it has not flushed is repeated when the link is up
+//! again (`client::scheduler::unflushed`).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use drover_core::{
@@ -12,8 +16,16 @@ use crate::client::{Client, PendingReply};
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, DirectCapabilities, MAX_DIRECT, Reply, Request};
 
+mod changing;
+
+use changing::Changes;
+
 /// Decompressors kept for reuse.
 const SPARE_UNPACKERS: usize = 8;
+
+/// Bytes of unflushed changes beyond which a writer flushes them first; beyond twice as many, all do. They are repeated
+/// when the link was lost, and all requests wait for that.
+pub const UNFLUSHED: u64 = 16 << 20;
 
 /// An image of another site as a device without a cache: for a nearby network. Reads and writes may have any offset;
 /// unaligned ones are handled at the site (r3map §1.6.6). Many threads may have requests in flight.
@@ -22,6 +34,9 @@ pub struct RemoteDevice {
     size: u64,
     capabilities: Capabilities,
     spare: Mutex<Vec<Unpacker>>,
+    changes: Changes,
+    /// Held by the writer that flushes for the others.
+    flushing: Mutex<()>,
 }
 
 impl RemoteDevice {
@@ -49,18 +64,55 @@ impl RemoteDevice {
             },
             client,
             spare: Mutex::default(),
+            changes: Changes::new(UNFLUSHED),
+            flushing: Mutex::default(),
         }
     }
 
-    fn may_write(&self) -> Result<(), DeviceError> {
+    /// Makes a change with so many bytes of data, of several requests perhaps.
+    fn change(
+        &self,
+        range: (u64, u64),
+        bytes: u64,
+        ask: impl FnOnce(Duration) -> Vec<PendingReply>,
+    ) -> Result<(), DeviceError> {
+        let (offset, length) = range;
+        check_range(offset, length, self.size)?;
         if self.capabilities.read_only {
             return Err(DeviceError::ReadOnly);
         }
-        Ok(())
+        let changing = self.changes.begin(offset..offset + length, bytes);
+        self.client.check_patience(changing.waited)?;
+        let result = self.flush_early(changing.bytes()).and_then(|()| {
+            // All of them, even if one fails: until then the range is being changed.
+            let done: Vec<_> = ask(changing.waited).into_iter().map(done).collect();
+            done.into_iter().collect()
+        });
+        if let Err(DeviceError::Unavailable(_)) = result {
+            changing.failed();
+        }
+        result
     }
 
-    fn done(&self, request: Request) -> Result<(), DeviceError> {
-        done(self.client.direct(request, Bytes::new()))
+    /// Flushes when much is unflushed, together with the bytes that are being changed.
+    fn flush_early(&self, changing: u64) -> Result<(), DeviceError> {
+        let before = self.unflushed();
+        let unflushed = before + changing;
+        if before == 0 || unflushed < UNFLUSHED {
+            return Ok(());
+        }
+        let flushing = self.flushing.try_lock();
+        match flushing.is_none() && unflushed < 2 * UNFLUSHED {
+            true => Ok(()),
+            false => self.flush(),
+        }
+    }
+
+    /// A change without data.
+    fn done(&self, range: (u64, u64), request: Request) -> Result<(), DeviceError> {
+        self.change(range, 0, |waited| {
+            vec![self.client.direct_after(waited, request, Bytes::new())]
+        })
     }
 }
 
@@ -131,51 +183,52 @@ impl BlockDevice for RemoteDevice {
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
-        check_range(offset, data.len() as u64, self.size)?;
-        self.may_write()?;
-        let asked: Vec<_> = parts(offset, data.len())
-            .map(|(offset, range)| {
-                let length = range.len() as u32;
-                let (coding, body) = self.client.pack(Bytes::copy_from_slice(&data[range]));
-                let request = Request::DirectWrite {
-                    id: 0,
-                    offset,
-                    length,
-                    coding,
-                };
-                self.client.direct(request, body)
-            })
-            .collect();
-        asked.into_iter().try_for_each(done)
+        let bytes = data.len() as u64;
+        self.change((offset, bytes), bytes, |waited| {
+            parts(offset, data.len())
+                .map(|(offset, range)| {
+                    let length = range.len() as u32;
+                    let (coding, body) = self.client.pack(Bytes::copy_from_slice(&data[range]));
+                    let request = Request::DirectWrite {
+                        id: 0,
+                        offset,
+                        length,
+                        coding,
+                    };
+                    self.client.direct_after(waited, request, body)
+                })
+                .collect()
+        })
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
-        check_range(offset, length, self.size)?;
-        self.may_write()?;
-        self.done(Request::DirectZero {
+        let request = Request::DirectZero {
             id: 0,
             offset,
             length,
             keep_allocated: zeroes.keep_allocated,
             only_fast: zeroes.only_fast,
-        })
+        };
+        self.done((offset, length), request)
     }
 
     fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        check_range(offset, length, self.size)?;
-        self.may_write()?;
-        self.done(Request::DirectTrim {
+        let request = Request::DirectTrim {
             id: 0,
             offset,
             length,
-        })
+        };
+        self.done((offset, length), request)
     }
 
     fn flush(&self) -> Result<(), DeviceError> {
         if self.capabilities.read_only {
             return Ok(());
         }
-        self.done(Request::DirectFlush { id: 0 })
+        done(
+            self.client
+                .direct(Request::DirectFlush { id: 0 }, Bytes::new()),
+        )
     }
 
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
@@ -229,6 +282,13 @@ impl BlockDevice for RemoteDevice {
 }
 
 impl RemoteDevice {
+    /// Bytes of memory of the changes that the site has made and not flushed: at most about twice [`UNFLUSHED`], and the
+    /// longest change.
+    #[must_use]
+    pub fn unflushed(&self) -> u64 {
+        self.client.unflushed()
+    }
+
     /// As [`Client::close_now`].
     ///
     /// # Errors

@@ -25,12 +25,14 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 mod device;
 mod line;
+mod points;
 mod summary;
 mod units;
 
 pub use crate::machine::Generation;
 pub use device::Recorded;
 pub use line::{About, Contents};
+pub use points::Points;
 pub use summary::{Comparison, MAX_SUMMARY_BYTES, NotComparable, Summary, SummaryError};
 pub use units::{CHUNK, MAX_SIZE, Seed};
 
@@ -201,14 +203,7 @@ impl Generations {
         of: &Summary,
         now: Contents,
     ) -> Result<Self, GenerationsError> {
-        if of.size != size {
-            return Err(GenerationsError::NotOver("it is of a disk of another size"));
-        }
-        if !of.over {
-            return Err(GenerationsError::NotOver(
-                "its last generation has not ended",
-            ));
-        }
+        check_over(of, size)?;
         let lock = lock(directory.as_ref(), size)?;
         let mut line = Line::of_summary(of);
         line.next();
@@ -410,6 +405,41 @@ impl Generations {
         Ok(())
     }
 
+    /// Continues the line of the copy that this disk came from, whose last generation is over: all that was written to this
+    /// copy, since its own line began, counts as written in the generation after that. Durable when it returns.
+    ///
+    /// # Errors
+    /// [`GenerationsError::NotOver`]: the other may still be written in its last generation, or has another size.
+    /// [`GenerationsError::Frozen`]; or the disk's: then the line stays, or the map is lost.
+    pub fn adopt(&self, of: &Summary) -> Result<(), GenerationsError> {
+        check_over(of, self.size)?;
+        let gate = self.gate.write();
+        if matches!(*gate, Gate::Frozen) {
+            return Err(GenerationsError::Frozen);
+        }
+        let mut state = self.state.lock();
+        if !state.believed || self.lost.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut line = Line::of_summary(of);
+        line.next();
+        let age = line.age();
+        for chunk in 0..self.size.div_ceil(CHUNK) {
+            if self.has_written(chunk) || state.line.age_of(chunk) > 0 {
+                line.set(chunk, age);
+            }
+        }
+        line.continue_as(&state.line);
+        self.or_lose(&mut state, |state| {
+            state.line = line;
+            let records = state.line.snapshot();
+            Ok(state.log.rewrite(&state.line.header(), records)?)
+        })?;
+        // Regions that were recorded as a whole are so no more.
+        clear(&self.recorded);
+        Ok(())
+    }
+
     /// Thaws a frozen disk: the next generation begins. Does nothing to one that is not frozen.
     ///
     /// # Errors
@@ -590,6 +620,45 @@ pub fn forget(directory: &dyn Directory) -> Result<(), GenerationsError> {
         file: directory.describe(FILE_NAME),
         source,
     })
+}
+
+/// The generations of a disk with these contents, which nobody writes; none if there is no map, or it is of other contents.
+///
+/// # Errors
+/// A damaged map.
+pub fn summary(
+    directory: Arc<dyn Directory>,
+    now: Contents,
+) -> Result<Option<Summary>, GenerationsError> {
+    let said = directory.describe(FILE_NAME);
+    let opened = match ChunkLog::open(directory, FILE_NAME) {
+        Err(error) if error.is_missing() => return Ok(None),
+        result => result?,
+    };
+    let mut line = Line::of_header(opened.header(), &said)?;
+    opened.read(|record| line.replay(record))?;
+    let is_known = !line.is_empty() && line.is_closed_as(now);
+    Ok(is_known.then(|| line.summary(&|_| false)))
+}
+
+/// The seed of the map of a directory, whatever its contents; none without one, or if it is damaged.
+pub fn seed(directory: Arc<dyn Directory>) -> Option<Seed> {
+    let said = directory.describe(FILE_NAME);
+    let opened = ChunkLog::open(directory, FILE_NAME).ok()?;
+    Some(Line::of_header(opened.header(), &said).ok()?.about().seed)
+}
+
+/// Fails unless a disk of `size` bytes can continue the line.
+fn check_over(of: &Summary, size: u64) -> Result<(), GenerationsError> {
+    if of.size != size {
+        return Err(GenerationsError::NotOver("it is of a disk of another size"));
+    }
+    match of.over {
+        true => Ok(()),
+        false => Err(GenerationsError::NotOver(
+            "its last generation has not ended",
+        )),
+    }
 }
 
 fn clear(bits: &[AtomicU64]) {

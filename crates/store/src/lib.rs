@@ -41,6 +41,7 @@ pub mod lease;
 pub mod machine;
 pub mod naming;
 pub mod peer_name;
+pub mod replica;
 pub mod sequences;
 pub mod space;
 mod sqlite;

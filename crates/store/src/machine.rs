@@ -6,9 +6,12 @@
 //! it runs there, or it is thawed at the source. Between the two nobody may run it, and a site that comes back asks.
 //! (`r3map §1.4.6` has one message instead, which is not idempotent.)
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use drover_core::ImageName;
 use drover_net::{Code, Refusal, decode, encode};
@@ -23,6 +26,9 @@ const FORMAT: Envelope = Envelope {
 
 /// Upper bound on the disks of a machine.
 pub const MAX_DISKS: usize = 32;
+
+/// Upper bound on machines of one other site that never came here, and of which it is remembered that they were refused.
+pub const MAX_REFUSED: usize = 64;
 
 /// Upper bound on the decisions about earlier moves that are remembered.
 const MAX_DECIDED: usize = 64;
@@ -78,6 +84,8 @@ pub enum Move {
     Coming(Token, Other, Generation),
     /// It was taken, and is to be started here.
     Taken(Token, Other),
+    /// It was taken, and runs here; some of it is at the other site still, or nowhere if the process that ran it has died.
+    Partial(Token, Other),
 }
 
 /// What a site knows of a machine.
@@ -152,7 +160,8 @@ impl MachineRecord {
     }
 
     /// Whether it has ever been at this site.
-    fn was_here(&self) -> bool {
+    #[must_use]
+    pub fn was_here(&self) -> bool {
         let has_come = self.decided.iter().any(|(_, taken)| *taken);
         self.owner == Owner::Here || self.hypervisor.is_some() || has_come
     }
@@ -183,6 +192,9 @@ impl MachineRecord {
             }
             (_, Some(Move::Taken(_, other))) => {
                 held(format!("it came from {} and is being started", other.name))
+            }
+            (_, Some(Move::Partial(_, other))) => {
+                held(format!("not all of it has come from {} yet", other.name))
             }
             (Owner::There(other), None) => held(format!("it runs at {}", other.name)),
             (Owner::Here, None) => Ok(Self {
@@ -290,7 +302,7 @@ impl MachineRecord {
             Some(Move::Leaving(..) | Move::Committed(..)) => {
                 return held("it is being moved from here");
             }
-            Some(Move::Taken(..)) | None => {}
+            Some(Move::Taken(..) | Move::Partial(..)) | None => {}
         }
         if self.owner == Owner::Here {
             return held("it runs here already: two machines of one origin");
@@ -303,6 +315,12 @@ impl MachineRecord {
             under_way: Some(Move::Coming(token, from, generation)),
             ..self.clone()
         })
+    }
+
+    /// Whether the machine came here by this move, and has not left since.
+    #[must_use]
+    pub fn came_by(&self, token: Token) -> bool {
+        self.owner == Owner::Here && self.decided.last() == Some(&(token, true))
     }
 
     /// What became of a move to this site.
@@ -330,6 +348,34 @@ impl MachineRecord {
         taken.owner = Owner::Here;
         taken.under_way = Some(Move::Taken(*token, from.clone()));
         Some(taken)
+    }
+
+    /// As [`Self::take`], of one that runs before all of it is there. [`Self::whole`] follows.
+    #[must_use]
+    pub fn take_part(&self, token: Token) -> Option<Self> {
+        let mut taken = self.take(token)?;
+        if let Some(Move::Taken(token, from)) = taken.under_way {
+            taken.under_way = Some(Move::Partial(token, from));
+        }
+        Some(taken)
+    }
+
+    /// Whether it was taken, and not all of it had come.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        matches!(self.under_way, Some(Move::Partial(..)))
+    }
+
+    /// All is there of what was taken before that, and durable.
+    #[must_use]
+    pub fn whole(&self, token: Token) -> Option<Self> {
+        match &self.under_way {
+            Some(Move::Partial(own, from)) if *own == token => Some(Self {
+                under_way: Some(Move::Taken(token, from.clone())),
+                ..self.clone()
+            }),
+            _ => None,
+        }
     }
 
     /// The destination has started the machine that it took.
@@ -370,9 +416,22 @@ pub struct Machines {
     directory: PathBuf,
 }
 
-/// Keeps other processes from changing a machine.
+/// Keeps other processes from changing a machine. Its file is removed with it, where nothing is known of the machine.
 #[derive(Debug)]
-pub struct MachineLock(File);
+pub struct MachineLock {
+    file: File,
+    path: PathBuf,
+    record: PathBuf,
+}
+
+impl Drop for MachineLock {
+    fn drop(&mut self) {
+        if matches!(self.record.try_exists(), Ok(false)) {
+            // Whoever has it open looks whether it is still there.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
 
 impl Machines {
     /// The machines in a directory, which need not exist.
@@ -458,15 +517,56 @@ impl Machines {
     pub fn lock(&self, name: &ImageName) -> io::Result<Option<MachineLock>> {
         drover_storage::make_private_dir(&self.directory)?;
         let path = self.directory.join(format!(".{name}.lock"));
-        let file = drover_storage::create_private(&path)?;
-        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {
-                file.set_len(0)?;
-                Ok(Some(MachineLock(file)))
+        loop {
+            let file = drover_storage::create_private(&path)?;
+            match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(e) => return Err(e.into()),
             }
-            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-            Err(e) => Err(e.into()),
+            // A former holder may have removed it meanwhile.
+            match std::fs::metadata(&path) {
+                Ok(there) if there.ino() == file.metadata()?.ino() => {}
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => continue,
+            }
+            file.set_len(0)?;
+            let record = self.directory.join(name.as_str());
+            return Ok(Some(MachineLock { file, path, record }));
         }
+    }
+
+    /// Forgets moves to this site of machines that were never here, when they are over: for each site that they would have
+    /// come from, all but the last [`MAX_REFUSED`]. What was decided about those is not known any more.
+    ///
+    /// # Errors
+    /// Errors of the disk.
+    pub fn forget_refused(&self) -> io::Result<()> {
+        let is_refused = |record: &MachineRecord| record.under_way.is_none() && !record.was_here();
+        let load = |name: &ImageName| self.load(name).ok().flatten().filter(is_refused);
+        let mut refused: HashMap<[u8; 32], Vec<(SystemTime, ImageName)>> = HashMap::new();
+        for name in self.names()? {
+            let Some(record) = load(&name) else { continue };
+            let Owner::There(from) = record.owner else {
+                continue;
+            };
+            // It may be forgotten meanwhile.
+            if let Ok(about) = std::fs::metadata(self.directory.join(name.as_str())) {
+                let of = refused.entry(from.key).or_default();
+                of.push((about.modified()?, name));
+            }
+        }
+        for mut of in refused.into_values() {
+            of.sort();
+            let over = of.len().saturating_sub(MAX_REFUSED);
+            for (_, name) in of.drain(..over) {
+                let lock = self.lock(&name)?;
+                if lock.is_some() && load(&name).is_some() {
+                    self.remove(&name)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The process that moves a machine from here: it holds the lock, and has signed it.
@@ -496,173 +596,10 @@ impl MachineLock {
     /// # Errors
     /// Errors of the disk.
     pub fn sign(&mut self) -> io::Result<()> {
-        self.0.write_all(std::process::id().to_string().as_bytes())
+        self.file
+            .write_all(std::process::id().to_string().as_bytes())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TOKEN: Token = Token([1; 16]);
-    const LATER: Token = Token([2; 16]);
-    const SEED: Seed = Seed([3; 16]);
-
-    fn other(n: u8) -> Other {
-        Other {
-            key: [n; 32],
-            name: format!("site{n}"),
-        }
-    }
-
-    fn name() -> ImageName {
-        ImageName::new("web").unwrap()
-    }
-
-    #[test]
-    fn a_move_there_and_back() {
-        let home = MachineRecord::new(SEED, vec![name()]);
-        let leaving = home.leave(TOKEN, other(2)).unwrap();
-        assert!(leaving.may_run());
-        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
-        let coming = none
-            .receive(TOKEN, SEED, Generation(0), other(1), vec![name()])
-            .unwrap();
-        assert!(!coming.may_run() && coming.decision(TOKEN) == Decision::Open);
-        let committed = leaving.commit(TOKEN).unwrap();
-        assert!(!committed.may_run());
-        let there = coming.take(TOKEN).unwrap();
-        assert!(there.may_run() && there.decision(TOKEN) == Decision::Taken);
-        assert_eq!(there.generation, Generation(1));
-        let gone = committed.gone(TOKEN).unwrap();
-        assert!(!gone.may_run() && gone.generation == Generation(1));
-
-        assert_eq!(there.leave(LATER, other(1)).unwrap_err().code, Code::Held);
-        let there = there.started(TOKEN).unwrap();
-        let back = there.leave(LATER, other(1)).unwrap();
-        let home = gone
-            .receive(LATER, SEED, Generation(1), other(2), vec![name()])
-            .unwrap();
-        let back = back.commit(LATER).unwrap();
-        let home = home.take(LATER).unwrap();
-        assert!(home.may_run() && home.generation == Generation(2));
-        assert!(!back.gone(LATER).unwrap().may_run());
-    }
-
-    #[test]
-    fn a_decision_stands() {
-        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
-        let coming = none
-            .receive(TOKEN, SEED, Generation(0), other(1), vec![name()])
-            .unwrap();
-        let refused = coming.refuse(TOKEN).unwrap();
-        assert_eq!(refused.decision(TOKEN), Decision::Refused);
-        assert_eq!((refused.take(TOKEN), refused.refuse(TOKEN)), (None, None));
-        let again = refused.receive(TOKEN, SEED, Generation(0), other(1), vec![name()]);
-        assert_eq!(again.unwrap_err().code, Code::Denied);
-        let coming = refused
-            .receive(LATER, SEED, Generation(0), other(1), vec![name()])
-            .unwrap();
-        let taken = coming.take(LATER).unwrap();
-        assert_eq!(taken.decision(LATER), Decision::Taken);
-        assert_eq!(taken.refuse(LATER), None);
-        assert_eq!(taken.decision(Token([9; 16])), Decision::Unknown);
-    }
-
-    #[test]
-    fn a_machine_that_never_came_keeps_neither_name_nor_generation() {
-        let known = MachineRecord::foreign(SEED, Generation(0), other(1));
-        let from = |machine: &MachineRecord, token, seed: u8, at, n| {
-            machine.receive(
-                token,
-                Seed([seed; 16]),
-                Generation(at),
-                other(n),
-                vec![name()],
-            )
-        };
-        // One that says that it has moved for ever so often, and is not taken.
-        let liar = from(&known, TOKEN, 3, u64::MAX, 1).unwrap();
-        let refused = liar.refuse(TOKEN).unwrap();
-        assert_eq!(refused.generation, Generation(0));
-        let honest = from(&refused, LATER, 3, 0, 1).unwrap();
-        assert_eq!(honest.take(LATER).unwrap().generation, Generation(1));
-        // Another machine of that name, after it and from another site.
-        let coming = from(&refused, LATER, 4, 0, 2).unwrap();
-        assert_eq!(coming.seed, Seed([4; 16]));
-        assert_eq!(coming.decision(TOKEN), Decision::Refused, "not forgotten");
-        let code = |got: Result<MachineRecord, Refusal>| got.unwrap_err().code;
-        let third = Token([5; 16]);
-        assert_eq!(code(from(&coming, third, 5, 0, 3)), Code::Held);
-        assert_eq!(code(from(&coming, TOKEN, 4, 0, 2)), Code::Denied);
-        // The same site begins with a new machine: it has given up the other.
-        let newer = from(&coming, third, 5, 0, 2).unwrap();
-        assert_eq!(newer.decision(LATER), Decision::Refused);
-        // One that came keeps it, also when it has left.
-        let here = newer.take(third).unwrap().started(third).unwrap();
-        assert_eq!(code(from(&here, Token([6; 16]), 4, 0, 2)), Code::Denied);
-        let left = here.leave(LATER, other(2)).unwrap().commit(LATER).unwrap();
-        let left = left.gone(LATER).unwrap();
-        assert_eq!(code(from(&left, Token([6; 16]), 4, 9, 2)), Code::Denied);
-    }
-
-    #[test]
-    fn a_peer_that_is_given_another_name_goes_on() {
-        let renamed = |n| Other {
-            name: "renamed".into(),
-            ..other(n)
-        };
-        let here = MachineRecord::new(SEED, vec![name()]);
-        let leaving = here.leave(TOKEN, other(2)).unwrap();
-        let committed = leaving.commit(TOKEN).unwrap();
-        assert_eq!(committed.leave(LATER, renamed(2)).unwrap(), committed);
-        let none = MachineRecord::foreign(SEED, Generation(0), other(1));
-        let receive = |machine: &MachineRecord, from| {
-            machine.receive(TOKEN, SEED, Generation(0), from, vec![name()])
-        };
-        let coming = receive(&none, other(1)).unwrap();
-        assert_eq!(receive(&coming, renamed(1)).unwrap(), coming);
-    }
-
-    #[test]
-    fn two_machines_of_one_origin_are_found() {
-        let here = MachineRecord::new(SEED, vec![name()]);
-        let e = here.receive(TOKEN, SEED, Generation(0), other(2), vec![name()]);
-        assert_eq!(e.unwrap_err().code, Code::Held);
-        let e = here.receive(TOKEN, Seed([4; 16]), Generation(0), other(2), vec![name()]);
-        assert_eq!(e.unwrap_err().code, Code::Denied);
-        let old = MachineRecord::foreign(SEED, Generation(5), other(1));
-        let e = old.receive(TOKEN, SEED, Generation(4), other(2), vec![name()]);
-        assert_eq!(e.unwrap_err().code, Code::Denied);
-        let leaving = here.leave(TOKEN, other(2)).unwrap();
-        assert_eq!(leaving.leave(LATER, other(3)).unwrap_err().code, Code::Held);
-        assert_eq!(leaving.leave(LATER, other(2)).unwrap(), leaving);
-        assert_eq!(leaving.commit(LATER), None);
-    }
-
-    #[test]
-    fn a_record_is_read_back_or_refused() {
-        let tmp = tempfile::tempdir().unwrap();
-        let machines = Machines::new(tmp.path().join("machines"));
-        assert_eq!(machines.load(&name()).unwrap(), None);
-        assert!(machines.names().unwrap().is_empty());
-        let machine = MachineRecord::new(SEED, vec![name()]);
-        machines.store(&name(), &machine).unwrap();
-        assert_eq!(machines.load(&name()).unwrap(), Some(machine));
-        let lock = machines.lock(&name()).unwrap();
-        assert!(lock.is_some() && machines.lock(&name()).unwrap().is_none());
-        drop(lock);
-        assert!(machines.lock(&name()).unwrap().is_some());
-        assert_eq!(machines.names().unwrap(), [name()]);
-        let path = tmp.path().join("machines/web");
-        let good = std::fs::read(&path).unwrap();
-        for at in 0..good.len() {
-            let mut bad = good.clone();
-            bad[at] ^= 1;
-            std::fs::write(&path, &bad).unwrap();
-            assert_eq!(machines.load(&name()).unwrap_err().code, Code::Corrupt);
-        }
-        machines.remove(&name()).unwrap();
-        assert_eq!(machines.load(&name()).unwrap(), None);
-    }
-}
+mod tests;

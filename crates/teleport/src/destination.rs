@@ -80,8 +80,10 @@ pub enum Event {
         /// Ascending.
         wrong: Vec<u32>,
     },
-    /// The source has sent every batch.
-    End(Digest),
+    /// A batch that the source did not send, with its data in place: read from an old copy of the disk.
+    Taken(Arc<Batch>),
+    /// The source has sent every batch; the digest, if it knows it.
+    End(Option<Digest>),
 }
 
 /// What the driver must do.
@@ -97,8 +99,8 @@ pub enum Action {
     Prove(u64),
     /// Acknowledge the batch to the source as complete, and drop its digests.
     Complete(u64),
-    /// Every block is in place: compare digests and deliver.
-    Finish(Digest),
+    /// Every block is in place: compare digests, if the source has sent one, and deliver.
+    Finish(Option<Digest>),
 }
 
 /// The source violated the protocol.
@@ -159,7 +161,7 @@ pub struct Destination {
     restored: u64,
     map: BlockMap,
     open: BTreeMap<u64, Open>,
-    end: Option<Digest>,
+    end: Option<Option<Digest>>,
     finished: bool,
     counts: Counts,
 }
@@ -264,6 +266,12 @@ impl Destination {
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
         match event {
             Event::Batch(batch) => self.on_batch(batch, actions)?,
+            Event::Taken(batch) => {
+                self.check_next(&batch)?;
+                self.arrive(&batch);
+                self.counts.matched_blocks += batch.data.count();
+                self.counts.matched.in_place += batch.data.count();
+            }
             Event::Kept { index, blocks } => self.on_kept(index, &blocks),
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),

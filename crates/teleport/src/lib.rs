@@ -121,10 +121,11 @@ pub use error::TeleportError;
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, Snapshot, send};
 pub use site::{
-    Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Origin, Quota, RightsOf,
-    SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus, Watcher,
+    Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, OldCopies, OldCopy, Origin,
+    Quota, RightsOf, SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus,
+    Watcher,
 };
 pub use stages::StageTime;
 pub use teleporter::Teleporter;
 pub use transfers::{TransferState, Unfinished, unfinished};
-pub use walk::digest_file;
+pub use walk::{digest_file, digest_of};

@@ -46,6 +46,9 @@ pub struct ImageReport {
     pub zero_blocks: u64,
     /// Blocks that an earlier session had sent.
     pub resumed_blocks: u64,
+    /// Blocks that were not read here, since the destination has an old copy of the disk with the same generations. Then
+    /// the digest is only the destination's.
+    pub unread_blocks: u64,
     /// Matched blocks by cache.
     pub matched: Matched,
     /// Bytes on the wire by kind.

@@ -33,6 +33,10 @@
 //! GOODBYE after the last            ->
 //! ```
 //!
+//! An offer of a disk that was here before may be preceded by GENERATIONS; the destination answers with HAVE ahead of
+//! ACCEPT, if it has an old copy of it. The source then sends SKIPPED for these batches, without reading them, and
+//! END_UNREAD at the end: it compares the digest in DELIVERED with that of the image when it has read all of it.
+//!
 //! Up to `FIRST_WINDOW` batches may be sent before ACCEPT; the destination
 //! ignores those that an earlier session sent. After ACCEPT, batches are sent from
 //! `resume_batch`. There is no order between the two connections: a batch may arrive before its offer.
@@ -88,6 +92,12 @@ pub mod kind {
     pub const GOODBYE: u8 = 0x15;
     /// The source gives up an image (a [`super::GiveUp`]).
     pub const GIVE_UP: u8 = 0x16;
+    /// Before an offer: the generations of the disk that is offered (`drover_store::generations::Summary`).
+    pub const GENERATIONS: u8 = 0x17;
+    /// In place of a BATCH that the destination has (HAVE): its number, eight bytes, little-endian.
+    pub const SKIPPED: u8 = 0x18;
+    /// In place of END when batches were skipped: the source has not read all of the image, and does not know its digest.
+    pub const END_UNREAD: u8 = 0x19;
     /// An [`super::Accept`].
     pub const ACCEPT: u8 = 0x20;
     /// A refused image (a [`Refusal`](drover_net::Refusal)).
@@ -103,6 +113,9 @@ pub mod kind {
     pub const BUSY: u8 = 0x26;
     /// Result of a `--dry-run` (a [`super::Estimate`]).
     pub const ESTIMATE: u8 = 0x25;
+    /// Before ACCEPT, after GENERATIONS: batches that the source need not read, since the destination has them in an old
+    /// copy of the disk.
+    pub const HAVE: u8 = 0x27;
     /// Destination to teleporter: a `teleporter::Event`.
     pub const MATCH: u8 = 0x30;
     /// Teleporter to destination: the answer to one MATCH.

@@ -4,6 +4,7 @@ mod adopt;
 mod arrived;
 mod catch_up;
 mod give_way;
+mod old_copies;
 mod open;
 mod records;
 mod recover;
@@ -24,6 +25,7 @@ use drover_core::{Digest, ImageName};
 use drover_index::ImageId;
 use drover_net::{Code, PeerKey, Refusal, Rights};
 use drover_storage::Disk;
+use drover_store::generations::Summary;
 use drover_store::sequences::Sequences;
 use drover_store::{Catalog, ImageRecord, Images};
 use parking_lot::{Mutex, RwLock};
@@ -39,6 +41,7 @@ use crate::teleporter::{Event, ImageEvent};
 pub use adopt::Origin;
 pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
+pub use old_copies::{OldCopies, OldCopy};
 pub use status::{SiteStatus, TransferStatus};
 pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
 pub use watch::{SendEvent, SendStep, Watcher};
@@ -123,6 +126,7 @@ pub struct Site {
     holds: RwLock<Option<Arc<Holder>>>,
     quota: RwLock<Option<Arc<Quota>>>,
     watcher: Option<Arc<Watcher>>,
+    old_copies: RwLock<Option<Arc<OldCopies>>>,
 }
 
 /// What a site asks and tells its owner from the start on, because opening it finishes deliveries that were interrupted or
@@ -203,6 +207,17 @@ impl Site {
     /// Installs `quota`, which is called before an image is accepted. Replaces the previous one.
     pub fn limit_by(&self, quota: Arc<Quota>) {
         *self.quota.write() = Some(quota);
+    }
+
+    /// Installs `copies`, which is called when a disk is offered with its generations. Replaces the previous one.
+    pub fn reuse_old_copies(&self, copies: Arc<OldCopies>) {
+        *self.old_copies.write() = Some(copies);
+    }
+
+    pub(crate) fn old_copy(&self, peer: &PeerKey, of: &Summary) -> Option<OldCopy> {
+        // Clone it first: the callback may be slow.
+        let copies = self.old_copies.read().clone();
+        copies?(peer, of)
     }
 
     /// Fails if the peer may not deliver so many more bytes.

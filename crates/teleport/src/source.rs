@@ -33,8 +33,10 @@ pub enum Event {
         /// The encoded batch.
         frame: Vec<u8>,
     },
-    /// The whole image has been read.
-    WalkEnded(Digest),
+    /// A batch of the walk, the next one, that the destination has.
+    Skipped(u64),
+    /// The walk is over; the digest, unless batches were skipped.
+    WalkEnded(Option<Digest>),
     /// The destination requests blocks.
     Need(Need),
     /// A batch is complete at the destination.
@@ -50,10 +52,12 @@ pub enum Action {
     WalkTo(u64),
     /// Send a batch frame.
     Batch(Vec<u8>),
+    /// Tell that a batch is not sent.
+    Skip(u64),
     /// Have the data connections send these blocks.
     Literals(Runs),
-    /// Send END.
-    End(Digest),
+    /// Send END; without a digest, END_UNREAD.
+    End(Option<Digest>),
     /// The image was delivered.
     Done(Delivered),
 }
@@ -81,7 +85,8 @@ pub struct Source {
     /// Number of batches before `resume` that are incomplete at the destination.
     open: u64,
     asked_blocks: u64,
-    digest: Option<Digest>,
+    /// Once the walk is over.
+    end: Option<Option<Digest>>,
     done: bool,
 }
 
@@ -97,7 +102,7 @@ impl Source {
             oldest_unacked: 0,
             open: 0,
             asked_blocks: 0,
-            digest: None,
+            end: None,
             done: false,
         }
     }
@@ -147,8 +152,15 @@ impl Source {
                     "the destination refers to an image that it has not accepted".into(),
                 ));
             }
+            Event::Skipped(index) => {
+                debug_assert_eq!(index, self.walked);
+                self.walked = index + 1;
+                if self.resume.is_some_and(|r| index >= r) {
+                    actions.push(Action::Skip(index));
+                }
+            }
             Event::WalkEnded(digest) => {
-                self.digest = Some(digest);
+                self.end = Some(digest);
                 actions.push(Action::End(digest));
             }
             Event::Need(need) => self.on_need(need, actions)?,
@@ -210,12 +222,13 @@ impl Source {
         delivered: Delivered,
         actions: &mut Vec<Action>,
     ) -> Result<(), Violation> {
-        if self.done || self.digest.is_none() || self.oldest_unacked != self.batches() {
+        let ready = !self.done && self.oldest_unacked == self.batches();
+        let Some(digest) = self.end.filter(|_| ready) else {
             return Err(Violation(
                 "the destination reported delivery of an image that is not complete".into(),
             ));
-        }
-        if self.digest != Some(delivered.digest) {
+        };
+        if digest.is_some_and(|digest| digest != delivered.digest) {
             return Err(Violation(
                 "the destination delivered an image with another digest".into(),
             ));

@@ -1,8 +1,8 @@
 //! Internals of sites and sessions, for tests, benchmarks and fuzzers.
 
 pub use crate::codec::{
-    Batch, Literal, LiteralHeader, Need, PROOF_BLOCKS, Packing, Runs, decode_plan, encode_plan,
-    proofs_of,
+    Batch, Have, Literal, LiteralHeader, Need, PROOF_BLOCKS, Packing, Runs, decode_plan,
+    encode_plan, proofs_of,
 };
 pub use crate::compress::{MAX_WINDOW_LOG, Pace, Packer, Unpacker};
 pub use crate::matching::{

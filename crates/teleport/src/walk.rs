@@ -1,5 +1,6 @@
 //! Walking an image: its batches of zero map, heads and digests, and the digest of the file.
 
+use std::ops::Range;
 use std::path::Path;
 
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, Extent, ExtentKind, ReadAt};
@@ -15,6 +16,9 @@ use crate::stages::{Lap, SourceStages};
 
 /// Blocks read, scanned and digested at a time: few enough to stay in a core's cache.
 const SLAB_BLOCKS: u64 = 256;
+
+/// Gets what a walk reads.
+pub type EachSlab<'a> = dyn FnMut(u64, &[u8], &[Range<usize>]) -> Result<(), TeleportError> + 'a;
 
 /// Reads an image in the order of its layout.
 pub struct Walk<'a> {
@@ -41,6 +45,16 @@ impl<'a> Walk<'a> {
         }
     }
 
+    /// Starts at a batch; it never has a digest.
+    #[must_use]
+    pub fn from(image: &'a Outgoing, batch: u64) -> Self {
+        Walk {
+            next: batch,
+            digest: None,
+            ..Walk::new(image)
+        }
+    }
+
     /// The next batch; `None` after the last.
     ///
     /// # Errors
@@ -58,6 +72,28 @@ impl<'a> Walk<'a> {
         stages: &SourceStages,
         lap: &mut Lap,
     ) -> Result<Option<Batch>, TeleportError> {
+        let next = self.next_read(stages, lap, &mut |_, _, _| Ok(()))?;
+        Ok(next.map(|(batch, _)| batch))
+    }
+
+    /// The next batch with the full digests of its data blocks. `each` gets what is read: the first block of the walk, the
+    /// bytes, and in these the runs of blocks that are not zero.
+    ///
+    /// # Errors
+    /// As [`Walk::next_batch`], and those of `each`.
+    pub fn next_with(
+        &mut self,
+        each: &mut EachSlab<'_>,
+    ) -> Result<Option<(Batch, Vec<Digest>)>, TeleportError> {
+        self.next_read(&SourceStages::default(), &mut Lap::start(), each)
+    }
+
+    fn next_read(
+        &mut self,
+        stages: &SourceStages,
+        lap: &mut Lap,
+        each: &mut EachSlab<'_>,
+    ) -> Result<Option<(Batch, Vec<Digest>)>, TeleportError> {
         let layout = &self.image.layout;
         let first = self.next * BATCH_BLOCKS;
         let blocks = layout.walk_blocks().saturating_sub(first).min(BATCH_BLOCKS);
@@ -80,6 +116,7 @@ impl<'a> Walk<'a> {
                 data.set(at + i as u64);
             }
             heads.extend(scan.heads);
+            each(first + at, &self.buffer, &runs(&here))?;
             lap.busy(&stages.scan);
             stages.scan.add_bytes(self.buffer.len() as u64);
             digest_blocks(pack_data(&mut self.buffer, &here), &mut digests);
@@ -94,10 +131,16 @@ impl<'a> Walk<'a> {
         stages
             .digest
             .add_bytes(digests.len() as u64 * BLOCK_SIZE_U64);
-        Ok(Some(batch))
+        Ok(Some((batch, digests)))
     }
 
-    /// The digest of the file, after the last batch.
+    /// Passes over the next batch without reading it.
+    pub fn skip_batch(&mut self) {
+        self.next += 1;
+        self.scanner = Scanner::new();
+    }
+
+    /// The digest of the file, after the last batch, if none was skipped.
     ///
     /// # Errors
     /// When the file has to be read again and cannot be.
@@ -111,6 +154,35 @@ impl<'a> Walk<'a> {
             }
         }
     }
+}
+
+/// The runs of data blocks.
+fn runs(data: &DataBits) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for block in data.iter().map(|block| block as usize) {
+        match runs.last_mut() {
+            Some(run) if run.end == block => run.end += 1,
+            _ => runs.push(block..block + 1),
+        }
+    }
+    runs
+}
+
+/// The digest of an image, read now; none when it was stopped.
+///
+/// # Errors
+/// When it cannot be read, or has become shorter.
+pub fn digest_of(
+    image: &Outgoing,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<Digest>, TeleportError> {
+    let mut walk = Walk::new(image);
+    while walk.next_batch()?.is_some() {
+        if stop() {
+            return Ok(None);
+        }
+    }
+    walk.digest().map(Some)
 }
 
 /// Moves the data blocks to the front, so that they can be digested contiguously.

@@ -1,6 +1,7 @@
 //! Live migration: the pause of a machine, and the whole of a migration, by drover and by QEMU's own means.
 
 mod machine;
+mod returns;
 mod rival;
 mod sites;
 mod watched;
@@ -10,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use self::machine::{Disk, NAMES, QEMU, Start};
+pub use self::returns::RETURN;
 use self::watched::{Bench, MB, Moved};
 use super::lines::{Line, REFERENCE, line};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use drover_core::ImageName;
+use drover_migrate::MoveReport;
 use drover_net::service::Request;
 use drover_net::{DEFAULT_DOMAIN, Peer, PeerKey, Refusal, Right};
 use drover_store::Grant;
@@ -78,6 +79,20 @@ pub enum Event {
     MachineRefused,
     /// A machine was migrated from this site.
     MachineLeft,
+    /// A machine that was being migrated from this site stays here.
+    MachineStayed,
+    /// A disk that a program uses is being moved to this site.
+    DiskComing,
+    /// A disk was moved to this site: it is an image here.
+    DiskArrived,
+    /// A disk that was being moved to this site stays where it is.
+    DiskRefused,
+    /// A disk was moved from this site.
+    DiskLeft,
+    /// A replica has taken over at this site.
+    ReplicaFailedOver,
+    /// A replica at this site was forgotten.
+    ReplicaForgotten,
     /// A ticket was made.
     TicketMade,
     /// A ticket was made invalid.
@@ -124,6 +139,42 @@ pub enum By {
     User,
     /// The site by itself.
     Site,
+}
+
+/// What a migration took, in its parts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Migration {
+    /// The pause, in milliseconds.
+    pub pause_ms: u64,
+    /// Of that the last writes to the disks,
+    pub pause_disks_ms: u64,
+    /// the last of the memory,
+    pub pause_memory_ms: u64,
+    /// and the hand-over.
+    pub pause_hand_over_ms: u64,
+    /// Bytes on the wire for the images of the disks,
+    pub image_bytes: u64,
+    /// for what was written to them meanwhile,
+    pub disk_bytes: u64,
+    /// and for the memory.
+    pub memory_bytes: u64,
+    /// Rounds over the disks.
+    pub rounds: u32,
+}
+
+impl From<&MoveReport> for Migration {
+    fn from(report: &MoveReport) -> Self {
+        Migration {
+            pause_ms: report.pause.total_ms,
+            pause_disks_ms: report.pause.disks_ms,
+            pause_memory_ms: report.pause.memory_ms,
+            pause_hand_over_ms: report.pause.hand_over_ms,
+            image_bytes: report.image_wire_bytes,
+            disk_bytes: report.disk_wire_bytes,
+            memory_bytes: report.memory_wire_bytes,
+            rounds: report.rounds,
+        }
+    }
 }
 
 /// One event. Texts are as their source sent them until [`Record::line`] makes them harmless.
@@ -173,6 +224,9 @@ pub struct Record {
     /// How long it took, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ms: Option<u64>,
+    /// What a migration took.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration: Option<Migration>,
     /// This line stands for so many events like it, which have no lines of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub more: Option<u64>,
@@ -191,7 +245,10 @@ impl Record {
             event,
             outcome: match event {
                 Event::Refused => Outcome::Refused,
-                Event::SendFailed | Event::MachineRefused => Outcome::Failed,
+                Event::SendFailed
+                | Event::MachineRefused
+                | Event::MachineStayed
+                | Event::DiskRefused => Outcome::Failed,
                 _ => Outcome::Ok,
             },
             by: By::User,
@@ -206,6 +263,7 @@ impl Record {
             ticket: None,
             bytes: None,
             ms: None,
+            migration: None,
             more: None,
             detail: None,
         }
@@ -325,6 +383,15 @@ impl Record {
     pub fn took(self, time: Duration) -> Record {
         Record {
             ms: Some(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+            ..self
+        }
+    }
+
+    /// A migration that took this.
+    #[must_use]
+    pub fn migration(self, migration: Migration) -> Record {
+        Record {
+            migration: Some(migration),
             ..self
         }
     }

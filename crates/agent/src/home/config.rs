@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use drover_core::ImageName;
+use drover_hypervisor::Place;
+use drover_hypervisor::libvirt::Uri;
 use drover_net::DEFAULT_DOMAIN;
 use serde::{Deserialize, Deserializer};
 
@@ -74,13 +76,27 @@ pub struct Config {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct MachineConfig {
     /// The QMP socket of the QEMU that waits for it.
-    pub incoming: PathBuf,
+    #[serde(default)]
+    pub incoming: Option<PathBuf>,
+    /// The libvirt that has it, in the place of `incoming`: as `qemu:///system`.
+    #[serde(default, deserialize_with = "libvirt")]
+    pub libvirt: Option<Uri>,
     /// The command that starts that QEMU, unless it runs.
     #[serde(default)]
     pub start: Vec<String>,
     /// The domain whose peers may migrate it here.
     #[serde(default = "default_domain")]
     pub domain: String,
+}
+
+impl MachineConfig {
+    /// Where its hypervisor is asked, by the machine's name.
+    pub fn hypervisor(&self, name: &str) -> Place {
+        match (&self.libvirt, &self.incoming) {
+            (Some(uri), _) => Place::Libvirt(uri.clone(), name.to_owned()),
+            (None, socket) => Place::Qmp(socket.clone().unwrap_or_default()),
+        }
+    }
 }
 
 fn default_domain() -> String {
@@ -222,14 +238,28 @@ fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineC
     let machines = BTreeMap::<String, MachineConfig>::deserialize(d)?;
     for (name, machine) in &machines {
         ImageName::new(name.as_str()).map_err(serde::de::Error::custom)?;
-        if !machine.incoming.is_absolute() || machine.start.first().is_some_and(String::is_empty) {
-            let text = format!(
-                "machines.{name}: `incoming` is an absolute path, and `start` begins with a program"
-            );
+        let wrong = match (&machine.incoming, &machine.libvirt) {
+            (Some(socket), None) if socket.is_absolute() => machine
+                .start
+                .first()
+                .is_some_and(String::is_empty)
+                .then_some("`start` begins with a program"),
+            (None, Some(_)) => {
+                (!machine.start.is_empty()).then_some("libvirt starts it: leave `start` out")
+            }
+            (Some(_), None) => Some("`incoming` is an absolute path"),
+            _ => Some("give it either `incoming` or `libvirt`"),
+        };
+        if let Some(wrong) = wrong {
+            let text = format!("machines.{name}: {wrong}");
             return Err(serde::de::Error::custom(text));
         }
     }
     Ok(machines)
+}
+
+fn libvirt<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Uri>, D::Error> {
+    parsed(d, str::parse)
 }
 
 fn mode<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
@@ -342,7 +372,7 @@ mod tests {
             ("[machines.\"../web\"]\nincoming = \"/web.qmp\"", "line 1"),
             (
                 "[machines.web]\nstart = [\"true\"]",
-                "missing field `incoming`",
+                "either `incoming` or `libvirt`",
             ),
             (
                 "[machines.web]\nincoming = \"/w\"\nstart = [\"\"]",
@@ -372,6 +402,31 @@ mod tests {
         assert_eq!((web.start.len(), web.domain.as_str()), (0, DEFAULT_DOMAIN));
         let db = &config.machines["db"];
         assert_eq!((db.start.len(), db.domain.as_str()), (2, "acme"));
+        assert_eq!(db.hypervisor("db"), Place::Qmp("/run/db.qmp".into()));
+        let config = load("[machines.web]\nlibvirt = \"qemu:///system\"\n").unwrap();
+        let uri: Uri = "qemu:///system".parse().unwrap();
+        let web = config.machines["web"].hypervisor("web");
+        assert_eq!(web, Place::Libvirt(uri, "web".into()));
+        for (table, says) in [
+            ("", "either `incoming` or `libvirt`"),
+            (
+                "incoming = \"/w\"\nlibvirt = \"qemu:///system\"",
+                "either `incoming` or `libvirt`",
+            ),
+            (
+                "libvirt = \"qemu+ssh://host/system\"",
+                "only the libvirt of this host",
+            ),
+            (
+                "libvirt = \"qemu:///system\"\nstart = [\"x\"]",
+                "leave `start` out",
+            ),
+        ] {
+            let e = load(&format!("[machines.web]\n{table}\n"))
+                .unwrap_err()
+                .to_string();
+            assert!(e.contains(says), "{e}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ fn mount(name: &str, state: MountState) -> mounts::Status {
 }
 
 /// Every metric name: dashboards depend on them.
-const NAMES: [&str; 63] = [
+const NAMES: [&str; 72] = [
     "drover_build_info",
     "drover_start_time_seconds",
     "drover_resident_memory_bytes",
@@ -40,6 +40,15 @@ const NAMES: [&str; 63] = [
     "drover_wire_bytes_total",
     "drover_images_verified_total",
     "drover_audit_failed_total",
+    "drover_migrations_total",
+    "drover_migration_bytes_total",
+    "drover_migration_rounds_total",
+    "drover_migration_pause_seconds_bucket",
+    "drover_migration_pause_seconds_count",
+    "drover_migration_pause_seconds_sum",
+    "drover_replica_age_seconds",
+    "drover_replica_size_bytes",
+    "drover_replica_rounds_total",
     "drover_served_mounts",
     "drover_served_connections",
     "drover_served_images",
@@ -93,6 +102,19 @@ fn status() -> Status {
         name: "default".into(),
         images: 2,
         leases: Some(4),
+        replicas: vec![ReplicaInfo {
+            name: "web".into(),
+            state: "kept".into(),
+            peer: "paris".into(),
+            moment_ms: Some(1000),
+            age_seconds: Some(7),
+            every_seconds: None,
+            size_bytes: 4096,
+            rounds: 3,
+            under_way: false,
+            images: Vec::new(),
+            source: None,
+        }],
         site: Some(SiteStatus {
             catching_up: true,
             matcher: vec![("c1_hits".into(), 4), ("via_anchor".into(), 9)],

@@ -6,23 +6,28 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use drover_migrate::MoveReport;
 use drover_net::service::{Exchange, Handler, Services};
 use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::control::{self, GetStatus, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::left::Left;
-use super::record::{Front, Kept, Place, Record, boot};
+use super::moving::{self, AbortMove, MoveDisk, Moving};
+use super::record::{Front, How, Kept, Place, Record, boot};
+use super::replicating::{Kept as Replicated, ReplicateDisk};
 use super::start::Ready;
 use super::status::{MountState, Status};
-use crate::error::{Context, Error, Result, bail, failed, one_line};
+use crate::error::{Context, Error, Result, bail, failed, one_line, refusal_of};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{self, Stop};
 use crate::text::{bytes, now_unix};
+
+mod replicating;
 
 /// How long pushing dirty data may take after a signal.
 const SIGNAL_PUSH_LIMIT: Duration = Duration::from_secs(20);
@@ -33,8 +38,16 @@ const REPORT_EVERY: Duration = Duration::from_millis(500);
 /// How long an unmount that does not push waits for one that pushes to give up.
 const OVERTAKE_LIMIT: Duration = Duration::from_secs(5);
 
+/// How long a move that is given up may take to end.
+const ABORT_LIMIT: Duration = Duration::from_secs(20);
+
 /// State shared by the request handlers and the shutdown.
 struct Daemon {
+    home: Home,
+    /// The move of its disk, if it is being moved.
+    moving: Mutex<Option<watch::Sender<bool>>>,
+    /// The replication of its disk, held during a round, and during a move: both record what is written to the one device.
+    replicating: tokio::sync::Mutex<Replicated>,
     place: Place,
     record: Mutex<Record>,
     disks: Vec<Disk>,
@@ -49,7 +62,8 @@ struct Daemon {
 }
 
 /// Serves a mount, whose lock this process holds, until a signal or a request ends it. `ready` is called once, when the
-/// mount is up, with its paths or addresses and what the user should know.
+/// mount is up, with its paths or addresses and what the user should know; `waiting` before, now and then, with the bytes of
+/// its disks that are here, and those that have to be.
 ///
 /// # Errors
 /// When the mount cannot be started; then nothing of it is left but a cache with dirty data.
@@ -58,12 +72,19 @@ pub async fn keep(
     place: Place,
     kept: Kept,
     mut record: Record,
+    waiting: impl Fn(u64, u64) -> Result<()>,
     ready: impl FnOnce(&[String], &[String]) -> Result<()>,
 ) -> Result<()> {
     let stop = Stop::on_signals()?;
     let mut stopped = stop.watch();
     let (ended, mut end) = oneshot::channel();
     let disks = open_disks(home, &place, &record).await?;
+    if let Some(percent) = record.how.wait_local
+        && let Err(e) = wait_local(&disks, &record.how, percent, &mut stopped, waiting).await
+    {
+        close_quietly(&disks, &place);
+        return Err(e);
+    }
     // Prefetching has begun; now expose the disks to readers.
     let shown = match Shown::make(&record, &disks) {
         Ok(shown) => shown,
@@ -83,8 +104,11 @@ pub async fn keep(
     let notes = Vec::from_iter(notes);
     let socket = place.socket();
     let daemon = Arc::new(Daemon {
+        home: home.clone(),
         place,
         record: Mutex::new(record),
+        moving: Mutex::default(),
+        replicating: tokio::sync::Mutex::default(),
         disks,
         shown: Mutex::new(Some(shown)),
         ending: AtomicBool::new(false),
@@ -98,6 +122,9 @@ pub async fn keep(
     ));
     services.handle::<GetStatus>(Requests(Arc::clone(&daemon)));
     services.handle::<StopHow>(Requests(Arc::clone(&daemon)));
+    services.handle::<MoveDisk>(Requests(Arc::clone(&daemon)));
+    services.handle::<AbortMove>(Requests(Arc::clone(&daemon)));
+    services.handle::<ReplicateDisk>(Requests(Arc::clone(&daemon)));
     let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
@@ -116,6 +143,46 @@ pub async fn keep(
     }
     drop(kept);
     Ok(())
+}
+
+/// Waits until this share of each disk is here.
+async fn wait_local(
+    disks: &[Disk],
+    how: &How,
+    percent: u8,
+    stopped: &mut watch::Receiver<bool>,
+    waiting: impl Fn(u64, u64) -> Result<()>,
+) -> Result<()> {
+    let share = |size: u64| size / 100 * u64::from(percent) + size % 100 * u64::from(percent) / 100;
+    loop {
+        let mut is_enough = true;
+        let (mut local, mut wanted) = (0, 0);
+        for status in disks.iter().map(Disk::status) {
+            let share = share(status.size);
+            if let Some(room) = how.cache_size
+                && room < share
+            {
+                bail!(
+                    "{}: its cache of {} cannot hold {percent}% of it",
+                    status.image,
+                    bytes(room)
+                );
+            }
+            is_enough &= status.local >= share;
+            local += status.local.min(share);
+            wanted += share;
+        }
+        if is_enough {
+            return Ok(());
+        }
+        waiting(local, wanted)?;
+        tokio::select! {
+            () = tokio::time::sleep(REPORT_EVERY) => {}
+            () = signals::stopped(stopped) => {
+                bail!("stopped when {} of {} were here", bytes(local), bytes(wanted))
+            }
+        }
+    }
 }
 
 /// Opens every disk of the mount; if one fails, closes the others.
@@ -147,6 +214,15 @@ fn close_quietly(disks: &[Disk], place: &Place) {
     }
 }
 
+/// The move of a mount's disk is over when this is dropped.
+struct UntilDropped<'a>(&'a Daemon);
+
+impl Drop for UntilDropped<'_> {
+    fn drop(&mut self) {
+        *self.0.moving.lock() = None;
+    }
+}
+
 /// Handles requests on the control socket.
 struct Requests(Arc<Daemon>);
 
@@ -168,6 +244,10 @@ impl Handler<StopHow> for Requests {
         how: StopHow,
         exchange: &mut Exchange<'_, StopHow>,
     ) -> Result<Left, Refusal> {
+        if self.0.moving.lock().is_some() {
+            let text = "its disk is being moved: wait, or give that up with `drover move --abort`";
+            return Err(Refusal::new(Code::Held, text));
+        }
         let (reports, mut pending) = mpsc::channel(1);
         let daemon = Arc::clone(&self.0);
         let end = tokio::task::spawn_blocking(move || {
@@ -183,15 +263,142 @@ impl Handler<StopHow> for Requests {
     }
 
     fn reply_sent(&self) {
-        if self.0.done.load(Ordering::SeqCst)
-            && let Some(ended) = self.0.ended.lock().take()
-        {
-            let _ = ended.send(());
+        self.0.reply_sent();
+    }
+}
+
+impl Handler<MoveDisk> for Requests {
+    async fn handle(
+        &self,
+        _: &Peer,
+        order: MoveDisk,
+        exchange: &mut Exchange<'_, MoveDisk>,
+    ) -> Result<MoveReport, Refusal> {
+        let (daemon, stop) = (Arc::clone(&self.0), watch::Sender::new(false));
+        let (events, mut heard) = mpsc::channel(moving::EVENTS);
+        let moving = {
+            let (daemon, stop) = (Arc::clone(&daemon), stop.clone());
+            // It goes on to a good end, whatever becomes of whoever asked for it.
+            tokio::spawn(async move { daemon.move_disk(&order, events, stop).await })
+        };
+        while let Some(moving) = heard.recv().await {
+            if exchange.report(&moving).await.is_err() {
+                stop.send_replace(true);
+            }
         }
+        moving.await.map_err(failed)?.map_err(refusal_of)
+    }
+
+    fn reply_sent(&self) {
+        self.0.reply_sent();
+    }
+}
+
+impl Handler<AbortMove> for Requests {
+    async fn handle(
+        &self,
+        _: &Peer,
+        AbortMove { image, domain }: AbortMove,
+        _: &mut Exchange<'_, AbortMove>,
+    ) -> Result<(), Refusal> {
+        let is_it = |disk: &Disk| {
+            let target = disk.target();
+            let of = target.domain.as_deref().unwrap_or(DEFAULT_DOMAIN);
+            target.is_own() && target.image == image.as_str() && of == domain
+        };
+        if !self.0.disks.iter().any(is_it) {
+            return Ok(());
+        }
+        let stop = self.0.moving.lock().clone();
+        if let Some(stop) = stop {
+            stop.send_replace(true);
+            // Until it is over, one way or the other.
+            let over = tokio::time::timeout(ABORT_LIMIT, stop.closed()).await;
+            over.map_err(|_| {
+                let text = "it is being handed over, and can no longer be stopped";
+                Refusal::new(Code::Held, text)
+            })?;
+        }
+        Ok(())
     }
 }
 
 impl Daemon {
+    fn reply_sent(&self) {
+        if self.done.load(Ordering::SeqCst)
+            && let Some(ended) = self.ended.lock().take()
+        {
+            let _ = ended.send(());
+        }
+    }
+
+    /// Moves the disk of the mount to another site; when it is there, the mount ends.
+    async fn move_disk(
+        self: &Arc<Self>,
+        order: &MoveDisk,
+        events: mpsc::Sender<Moving>,
+        stop: watch::Sender<bool>,
+    ) -> Result<MoveReport> {
+        let [disk] = self.disks.as_slice() else {
+            return Err(Error::refused(format!(
+                "{} is served together with other images: a disk moves alone",
+                order.image
+            )));
+        };
+        let Some(movable) = disk.movable() else {
+            bail!("{} cannot be moved", disk.target());
+        };
+        if disk.target().image != order.image.as_str() {
+            bail!("{} is not served by this mount", order.image);
+        }
+        let Ok(_none_replicates) = self.replicating.try_lock() else {
+            return Err(self.in_use(&order.image));
+        };
+        let receiver = stop.subscribe();
+        let _moving = {
+            let mut moving = self.moving.lock();
+            if self.ending.load(Ordering::SeqCst) {
+                bail!("{} is being unmounted", order.image);
+            }
+            *moving = Some(stop);
+            UntilDropped(self)
+        };
+        let place = Some(&self.place);
+        let report = moving::run(&self.home, place, Some(movable), order, events, receiver).await?;
+        if order.dry_run {
+            return Ok(report);
+        }
+        // It answers nothing any more, and may be elsewhere already.
+        let lazy = StopHow {
+            lazy: true,
+            ..StopHow::default()
+        };
+        let daemon = Arc::clone(self);
+        let ended = tokio::task::spawn_blocking(move || daemon.end(lazy, None, &mut |_| {}));
+        if let Err(e) = ended.await? {
+            tracing::warn!("{}: {}", self.place.name(), one_line(&e));
+        }
+        // Here, because whoever asked for the move may be gone.
+        moving::settle_moved(&self.home, order).await?;
+        self.done.store(true, Ordering::SeqCst);
+        Ok(report)
+    }
+
+    /// Gives up the move of its disk, if there is one; one that is too far is cut off, and goes on when it is asked for again.
+    fn end_move(&self) {
+        let stop = self.moving.lock().clone();
+        let Some(stop) = stop else { return };
+        stop.send_replace(true);
+        let began = Instant::now();
+        while stop.receiver_count() > 0 && began.elapsed() < OVERTAKE_LIMIT {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if stop.receiver_count() > 0 {
+            let movable = self.disks.iter().filter_map(Disk::movable);
+            movable.for_each(|movable| movable.close());
+        }
+    }
+
     fn status(&self) -> Status {
         // After a failed unmount, the front end may be gone while there is still dirty data to push.
         let ending = self.ending.load(Ordering::Relaxed) || self.shown.lock().is_none();
@@ -391,6 +598,7 @@ impl Daemon {
     /// next mount.
     fn end_by_signal(&self) -> Result<()> {
         let mut quiet = |_| {};
+        self.end_move();
         // A requested unmount may be in progress.
         let began = Instant::now();
         while self.ending.load(Ordering::SeqCst) {
@@ -435,7 +643,8 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     // A session of its own, so that signals and hang-ups of the terminal do not reach it.
     rustix::process::setsid().ok();
     let mut announced = false;
-    let result = keep_recorded(home, name, |lines, notes| {
+    let waiting = |local, wanted| send(&Ready::Waiting(local, wanted));
+    let result = keep_recorded(home, name, waiting, |lines, notes| {
         announced = true;
         send_ready(&Ready::There(lines.to_vec(), notes.to_vec()))
     })
@@ -451,6 +660,7 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
 async fn keep_recorded(
     home: &Home,
     name: &str,
+    waiting: impl Fn(u64, u64) -> Result<()>,
     ready: impl FnOnce(&[String], &[String]) -> Result<()>,
 ) -> Result<()> {
     let Some((place, record)) = Place::list(home)?
@@ -462,16 +672,21 @@ async fn keep_recorded(
     let Some(kept) = place.keep()? else {
         bail!("{name} is served by another process");
     };
-    keep(home, place, kept, record, ready).await
+    keep(home, place, kept, record, waiting, ready).await
+}
+
+/// Writes one line to stdout.
+fn send(ready: &Ready) -> Result<()> {
+    let mut line = serde_json::to_vec(ready)?;
+    line.push(b'\n');
+    let mut stdout = std::io::stdout();
+    let written = stdout.write_all(&line).and_then(|()| stdout.flush());
+    written.context("cannot write to stdout")
 }
 
 /// Writes one line to stdout, and then closes stdout, so that its reader gets end of file.
 fn send_ready(ready: &Ready) -> Result<()> {
-    let mut line = serde_json::to_vec(ready)?;
-    line.push(b'\n');
-    std::io::stdout()
-        .write_all(&line)
-        .context("cannot write to stdout")?;
+    send(ready)?;
     let null = std::fs::File::options().write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdout(&null).context("cannot close stdout")?;
     Ok(())
@@ -530,6 +745,9 @@ mod tests {
             place.write(&record).unwrap();
             let disks = vec![Disk::local(&record.images[0], Arc::new(device), file)];
             let daemon = Daemon {
+                home: home.clone(),
+                moving: Mutex::default(),
+                replicating: tokio::sync::Mutex::default(),
                 place,
                 record: Mutex::new(record),
                 disks,

@@ -11,6 +11,7 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::builder::{Managed, Stack};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
 use drover_device::synced::{Order, PullHandle, Pushing, Sync, SyncedOptions};
+use drover_migrate::Movable;
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
@@ -29,6 +30,7 @@ use super::target::{Prefetch, Target};
 use super::{known, local};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
+use crate::machines::may_be_written;
 use crate::site;
 use crate::site::find_peer;
 use crate::text::bytes;
@@ -56,6 +58,8 @@ pub struct Disk {
     target: Target,
     mode: &'static str,
     device: Arc<dyn BlockDevice>,
+    /// Set for an image of this site that is mounted for writing.
+    movable: Option<Arc<Movable>>,
     kind: Kind,
     closed: AtomicBool,
     /// The link was permanently down ([`Link::Gone`]) before the disk was closed.
@@ -141,7 +145,13 @@ impl Disk {
         }
         let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
             None => {
-                let own = OwnConnector::new(&home_of(home, image)?).await?;
+                let of = home_of(home, image)?;
+                if !how.read_only {
+                    // Also for the mount that holds its write lease.
+                    let name = ImageName::new(&image.image)?;
+                    may_be_written(&of.disks(), &name, None).map_err(Error::Refused)?;
+                }
+                let own = OwnConnector::new(&of).await?;
                 (Arc::new(own), Vec::new())
             }
             Some(peer) => {
@@ -166,7 +176,13 @@ impl Disk {
             let client = Client::open(&Handle::current(), connector, options).await;
             let client = Arc::new(client.map_err(|e| unopened(e, image))?);
             let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build()?;
-            return Ok(Disk::new(image, mode, stack.device, Kind::Direct(client)));
+            if !image.is_own() || how.read_only {
+                return Ok(Disk::new(image, mode, stack.device, Kind::Direct(client)));
+            }
+            let (device, movable) = drover_migrate::track(stack.device);
+            let disk = Disk::new(image, mode, device, Kind::Direct(client));
+            let movable = Some(Arc::new(movable));
+            return Ok(Disk { movable, ..disk });
         }
         options.give_up = how.give_up_after;
         let mut left = place.left(index)?;
@@ -255,6 +271,7 @@ impl Disk {
             target: image.clone(),
             mode,
             device,
+            movable: None,
             kind,
             closed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
@@ -265,6 +282,23 @@ impl Disk {
     #[cfg(test)]
     pub fn local(image: &Target, device: Arc<dyn BlockDevice>, lock: std::fs::File) -> Disk {
         Disk::new(image, "file", device, Kind::Local(local::Lock::File(lock)))
+    }
+
+    /// What is mounted.
+    pub fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// The handle that moves it to another site, if it can move.
+    pub fn movable(&self) -> Option<Arc<Movable>> {
+        self.movable.clone()
+    }
+
+    /// Whether it was handed over to another site: nothing is left to write here.
+    fn has_moved(&self) -> bool {
+        self.movable
+            .as_ref()
+            .is_some_and(|movable| movable.is_closed())
     }
 
     /// The block device.
@@ -385,6 +419,7 @@ impl Disk {
         match &self.kind {
             // See `Disk::flush_local`.
             Kind::Local(_) => Ok(()),
+            Kind::Direct(_) if self.has_moved() => Ok(()),
             Kind::Direct(_) => Ok(self.device.flush()?),
             Kind::Managed { .. } if self.device.capabilities().read_only => Ok(()),
             Kind::Managed {

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use drover_core::{Digest, ImageName};
-use drover_mount::MountError;
 use drover_mount::server::{Server, WhyBroken, generations_on_disk, lease_on_disk};
 use drover_net::request;
 use drover_store::generations::About;
 use drover_store::lease::Holder;
+use drover_store::machine::MachineRecord;
 use drover_store::{Catalog, changes};
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::home::Home;
+use crate::machines::forget_move;
 use crate::remote::Call;
 use crate::site;
 
@@ -130,12 +131,21 @@ pub fn leases_on_disk(home: &Home) -> Result<Vec<Held>> {
 ///
 /// # Errors
 /// When the site's state cannot be changed.
-pub async fn break_at(server: &Arc<Server>, name: &ImageName, why: WhyBroken) -> Result<Broken> {
-    let (on_disk, image) = (Arc::clone(server), name.clone());
-    let repair = move || -> Result<(bool, bool), MountError> {
+pub async fn break_at(
+    home: &Home,
+    server: &Arc<Server>,
+    name: &ImageName,
+    why: WhyBroken,
+) -> Result<Broken> {
+    let (on_disk, image, disks) = (Arc::clone(server), name.clone(), home.disks());
+    let repair = move || -> Result<(bool, bool)> {
         let damaged = on_disk.replace_damaged_lease(&image)?;
+        if why != WhyBroken::ByUser {
+            return Ok((damaged, false));
+        }
         // Only a person knows that a machine does not run elsewhere.
-        Ok((damaged, why == WhyBroken::ByUser && on_disk.thaw(&image)?))
+        let was_away = forget_move(&disks, &image).map_err(Error::Refused)?;
+        Ok((damaged, on_disk.thaw(&image)? || was_away))
     };
     let (damaged, thawed) = tokio::task::spawn_blocking(repair).await??;
     let holder = server.break_lease(name, why).await?;
@@ -163,6 +173,10 @@ pub fn is_frozen(home: &Home, name: &ImageName) -> Result<bool> {
     let Some(image) = site::look_at_catalog(home)?.by_name(name)? else {
         return Ok(false);
     };
+    let has_moved = |record: Option<MachineRecord>| record.is_some_and(|disk| !disk.may_run());
+    if home.disks().load(name).map_or(true, has_moved) {
+        return Ok(true);
+    }
     let about = generations(home, name, image.digest);
     Ok(about.map_or(true, |about| about.is_some_and(|about| about.frozen)))
 }
@@ -193,6 +207,7 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
     }
     let catalog = Arc::new(site::open_catalog(home)?);
     break_at(
+        home,
         &super::site_server(home, &catalog)?,
         name,
         WhyBroken::ByUser,

@@ -140,6 +140,9 @@ pub struct How {
     /// How long the mount keeps its write lease while it is out of contact; `None` for ever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<Duration>,
+    /// The share of each disk, in percent, that has to be here before the mount is ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_local: Option<u8>,
     /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
@@ -194,6 +197,11 @@ pub type Damaged = (Place, Error);
 pub struct Kept(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
 
 impl Place {
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// The directory of all mounts of a home.
     pub fn all(home: &Home) -> PathBuf {
         home.dir().join("mounts")

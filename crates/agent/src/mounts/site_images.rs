@@ -12,7 +12,9 @@ use drover_mount::protocol::Open;
 use drover_mount::server::{Absences, Base, Config, Happened, Images, Room, Server, WhyBroken};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
-use drover_store::lease::{Access, term_text};
+use drover_store::lease::{Access, MountId, term_text};
+use drover_store::machine::Machines;
+use drover_store::replica::{Records, Replica};
 use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
@@ -21,7 +23,7 @@ use crate::error::{Result, bail};
 use crate::home::Home;
 use crate::quota::Quotas;
 use crate::remote::SocketPath;
-use crate::{remote, rights, site};
+use crate::{machines, remote, replicas, rights, site};
 
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
@@ -51,6 +53,8 @@ pub fn limited_server(
             quotas: Arc::clone(quotas),
             own: home.identity()?.key(),
             images: home.images_dir(),
+            disks: home.disks(),
+            replicas: home.replicas(),
             site: home.name(),
             audit: Arc::clone(home.audit()),
             domain: home.domain_name().to_owned(),
@@ -70,6 +74,10 @@ struct SiteImages {
     own: PeerKey,
     /// The directory for delivered images.
     images: PathBuf,
+    /// Those that have moved, or are about to.
+    disks: Machines,
+    /// Whose disks are not written before they have taken over.
+    replicas: Records<Replica>,
     site: String,
     audit: Arc<Audit>,
     domain: String,
@@ -162,6 +170,11 @@ impl Images for SiteImages {
                 Err(Refusal::new(Code::Denied, text))
             }
         }
+    }
+
+    fn may_be_written(&self, name: &ImageName, mount: MountId) -> Result<(), Refusal> {
+        machines::may_be_written(&self.disks, name, Some(mount))?;
+        replicas::may_be_written(&self.replicas, name)
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
@@ -259,7 +272,7 @@ fn access_text(access: Access) -> &'static str {
 }
 
 /// Whether the content of an image's file changed since its digest was computed, by size and modification time.
-fn was_changed(record: &ImageRecord) -> bool {
+pub(crate) fn was_changed(record: &ImageRecord) -> bool {
     let (Some(then), Ok(now)) = (record.stamp, Stamp::of_path(&record.path)) else {
         return false;
     };

@@ -12,10 +12,12 @@ use crate::error::{Context, Error, Kind, Result, bail};
 use crate::home::Home;
 use crate::notice::notice;
 
-/// The one message that the daemon writes to stdout: the mount is up, or it failed.
+/// What the daemon writes to stdout, one line each: how far it is, perhaps, and then that the mount is up, or that it failed.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ready {
+    /// It waits until enough of its disks is here: bytes that are, and that have to be.
+    Waiting(u64, u64),
     /// The mount is up; its paths or addresses, one per line, and what the user should know.
     There(Vec<String>, Vec<String>),
     /// It failed, with the exit code and message.
@@ -26,7 +28,12 @@ pub enum Ready {
 ///
 /// # Errors
 /// The daemon's error, or when it exits without a message.
-pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
+pub fn start(
+    home: &Home,
+    place: &Place,
+    verbose: u8,
+    waiting: impl Fn(u64, u64),
+) -> Result<Vec<String>> {
     let log = File::options()
         .create(true)
         .append(true)
@@ -51,26 +58,30 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
         .stdout
         .take()
         .context("the mount daemon has no stdout")?;
-    let mut line = String::new();
-    BufReader::new(stdout)
-        .read_line(&mut line)
-        .context("cannot read from the mount daemon")?;
-    if line.is_empty() {
-        let status = child.wait().context("cannot wait for the mount daemon")?;
-        bail!(
-            "the mount daemon exited ({status}); see its log {}",
-            place.log().display()
-        );
-    }
-    match serde_json::from_str(&line).context("the mount daemon sent an invalid message")? {
-        Ready::There(lines, notes) => {
-            notes.iter().for_each(|note| notice(note));
-            Ok(lines)
+    let mut stdout = BufReader::new(stdout);
+    loop {
+        let mut line = String::new();
+        stdout
+            .read_line(&mut line)
+            .context("cannot read from the mount daemon")?;
+        if line.is_empty() {
+            let status = child.wait().context("cannot wait for the mount daemon")?;
+            bail!(
+                "the mount daemon exited ({status}); see its log {}",
+                place.log().display()
+            );
         }
-        Ready::Failed(code, message) => {
-            // It exits by itself: wait, so that nothing of it is left when the failure is reported.
-            let _ = child.wait();
-            Err(Error::of_kind(Kind::of_code(code), message))
+        match serde_json::from_str(&line).context("the mount daemon sent an invalid message")? {
+            Ready::Waiting(local, wanted) => waiting(local, wanted),
+            Ready::There(lines, notes) => {
+                notes.iter().for_each(|note| notice(note));
+                return Ok(lines);
+            }
+            Ready::Failed(code, message) => {
+                // It exits by itself: wait, so that nothing of it is left when the failure is reported.
+                let _ = child.wait();
+                return Err(Error::of_kind(Kind::of_code(code), message));
+            }
         }
     }
 }

@@ -5,14 +5,16 @@
 //! have been idle for [`IDLE`]; at most [`MAX_OPEN`] are open at once, which bounds the memory of their matchers.
 
 use std::collections::HashMap;
+use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use drover_core::{BlockDevice, ReadAt};
 use drover_mount::server::{Absences, Server as DeviceServer};
 use drover_net::{Code, Identity, PeerKey, Refusal};
 use drover_store::SiteCatalog;
-use drover_teleport::{Site, Supplies};
+use drover_teleport::{OldCopy, Site, Supplies};
 use parking_lot::Mutex;
 
 use super::recovery::Recovery;
@@ -21,6 +23,7 @@ use crate::error::{Error, Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
 use crate::mounts::{leased_on_disk, limited_server, why_held};
 use crate::quota::Quotas;
+use crate::replicas::may_be_changed;
 use crate::site;
 
 /// Upper bound on domains that are open at once, beside the default one.
@@ -71,6 +74,14 @@ impl Domain {
         site.limit_by(Arc::new(move |peer, name, bytes| {
             limit.check(peer, name, bytes)
         }));
+        let copies = Arc::downgrade(&devices);
+        site.reuse_old_copies(Arc::new(move |_, generations| {
+            let copy = copies.upgrade()?.old_copy(generations)?;
+            Some(OldCopy {
+                content: Arc::new(DeviceContent(copy.device)),
+                differs: copy.differs,
+            })
+        }));
         Ok(Arc::new(Domain {
             home,
             catalog,
@@ -107,10 +118,31 @@ impl Domain {
     }
 }
 
+/// A device as the content of an image.
+struct DeviceContent(Arc<dyn BlockDevice>);
+
+impl ReadAt for DeviceContent {
+    fn len(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let left = self.0.size().saturating_sub(offset);
+        let n = usize::try_from(left).map_or(buffer.len(), |left| left.min(buffer.len()));
+        let read = self.0.read(offset, &mut buffer[..n]);
+        read.map_err(|e| io::Error::other(e.to_string()))?;
+        Ok(n)
+    }
+}
+
 /// Prevents images from being replaced or removed while they are mounted, or a mount can still push to them.
 fn hold_leased(site: &Arc<Site>, devices: &Arc<DeviceServer>, home: &Home) {
     let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
+    let replicas = home.replicas();
     site.hold_by(Arc::new(move |name| {
+        if let Err(refusal) = may_be_changed(&replicas, name) {
+            return Some(refusal.message);
+        }
         // A delivery may outlive the server.
         let leased = match devices.upgrade() {
             Some(devices) => devices.leased(name),

@@ -18,6 +18,7 @@ use super::server::OfSite;
 use crate::changes;
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
+use crate::machines::forget_disk;
 use crate::mounts::why_held;
 
 /// Images per message of a list.
@@ -134,6 +135,7 @@ impl Handler<RemoveImage> for OfSite {
             if !dry_run {
                 // Whoever may send can have replaced it meanwhile.
                 CleanUp::of(&domain.home).run(|| Ok(domain.site.remove_this(&record)?))?;
+                forget_disk(&domain.home.disks(), &name);
             }
             Ok(Removal {
                 external: record.external,

@@ -11,6 +11,7 @@ use crate::error::{Result, one_line};
 use crate::home::Home;
 use crate::mounts::{Held, leases_of, leases_on_disk};
 use crate::quota::taken;
+use crate::replicas::list;
 use crate::site;
 use crate::status::{DomainStatus, Taken};
 
@@ -91,6 +92,7 @@ fn look<'a>(
     };
     // An unreadable lease must not hide the rest of the status.
     let leases = leases.inspect_err(|e| tracing::warn!("{}", one_line(e)));
+    let replicas = list(home).inspect_err(|e| tracing::warn!("{}", one_line(e)));
     let is_held = |held: &&Held| held.writer.is_some();
     Ok(DomainStatus {
         name: home.domain_name().to_owned(),
@@ -100,6 +102,7 @@ fn look<'a>(
         peers: peers
             .filter(|peer| peer.taken_bytes > 0 || peer.quota_bytes.is_some())
             .collect(),
+        replicas: replicas.unwrap_or_default(),
         problem: None,
         site: open.map(|domain| domain.site.status()),
         served: open.map(|domain| domain.devices.counted()),

@@ -1,34 +1,36 @@
-//! Machines that migrate to this site: their disks, and the hypervisors that wait for them.
+//! Machines that migrate to this site: their disks, and the hypervisors that wait for them. Disks of programs that move to it.
 //!
 //! The disk of a machine that came is its image at this site, below what the machine has written since. This process
 //! serves it to the hypervisor over NBD at a socket in the home, `machines/.NAME.nbd`, from the first round of the
-//! migration until the machine has left again; then what was written becomes part of the image.
+//! migration until the machine has left again; then what was written becomes part of the image. The disk of a program is
+//! only served until it has been taken: then it is an image like any other.
 
 use std::collections::HashMap;
 use std::io::ErrorKind;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use drover_core::{BlockDevice, ImageName};
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use drover_device::builder::Stack;
-use drover_device::stage::Journaled;
+use drover_device::stage::{ArrivalHandle, Arriving, Journaled};
 use drover_frontend::nbd;
-use drover_migrate::protocol::OpenMove;
+use drover_hypervisor::Place;
+use drover_migrate::program::Target;
+use drover_migrate::protocol::{Kind, OpenMove, TellGenerations};
 use drover_migrate::{Happened, Moves, Pending, Served, Site};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
-use drover_net::service::{Exchange, Handler, Peer, Request};
+use drover_net::service::{Peer, Request};
 use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::Catalog;
+use drover_store::generations::Summary;
 use drover_store::lease::{Access, MountId};
-use drover_store::machine::{MachineRecord, Machines, Other, Owner};
+use drover_store::machine::{MachineRecord, Machines, Move, Other, Owner};
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 
@@ -36,27 +38,28 @@ use super::domains::InUse;
 use super::in_domain::InDomain;
 use super::server::Server;
 use crate::audit::{Event, Record};
-use crate::changes::{self, Here, Order};
-use crate::error::{failed, one_line};
+use crate::changes;
+use crate::error::failed;
 use crate::home::MachineConfig;
-use crate::machines::{CloseMachine, RefuseMachine};
+use crate::machines::{disk_of, mount_id};
 use crate::mounts::{OwnConnector, own};
 
-/// How long a command may take until the hypervisor that it starts waits.
-const START_LIMIT: Duration = Duration::from_secs(30);
+mod boot;
+mod left;
+mod start;
 
-/// How often its socket is tried.
-const START_POLL: Duration = Duration::from_millis(100);
+pub(super) use left::has_changes;
+use left::{freeze, give, is_held_by, merge, wait_until_free, was_left};
+use start::{Why, is_listening, start};
 
-/// How long the connections of disks that were closed may take to end.
-const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+/// How long a machine waits for what is still where it came from, without anything of it: as long as there is.
+const ARRIVAL_LIMIT: Duration = Duration::from_secs(24 * 3600);
 
-/// How often that is looked at.
-const CLOSE_POLL: Duration = Duration::from_millis(10);
-
-/// The machines of a site.
+/// The machines of a site, or the disks of programs that move to one of its domains.
 pub struct SiteMachines {
     server: Arc<Server>,
+    /// The domain of disks; none for machines, whose domains are in the configuration.
+    disks_of: Option<String>,
     machines: Machines,
     open: Mutex<HashMap<ImageName, OpenMachine>>,
 }
@@ -75,14 +78,20 @@ struct OpenMachine {
 struct OpenDisk {
     image: ImageName,
     client: Arc<Client>,
-    device: Arc<dyn BlockDevice>,
+    device: Arc<Arriving<Arc<dyn BlockDevice>>>,
+    arrival: ArrivalHandle,
 }
 
-/// The moves to a site.
-pub fn moves(server: &Arc<Server>) -> Arc<Moves<SiteMachines>> {
+/// The moves of machines to a site, or of disks to one of its domains.
+pub fn moves(
+    server: &Arc<Server>,
+    disks_of: Option<String>,
+    machines: Machines,
+) -> Arc<Moves<SiteMachines>> {
     Moves::new(Arc::new(SiteMachines {
         server: Arc::clone(server),
-        machines: server.home.machines(),
+        disks_of,
+        machines,
         open: Mutex::default(),
     }))
 }
@@ -99,8 +108,15 @@ impl SiteMachines {
         })
     }
 
+    fn domain_name(&self, machine: &ImageName) -> Result<&str, Refusal> {
+        match &self.disks_of {
+            Some(domain) => Ok(domain),
+            None => Ok(&self.config(machine)?.domain),
+        }
+    }
+
     async fn domain(&self, machine: &ImageName) -> Result<Arc<InUse>, Refusal> {
-        let name = &self.config(machine)?.domain;
+        let name = self.domain_name(machine)?;
         InDomain(Arc::clone(&self.server)).of(name).await
     }
 
@@ -140,7 +156,10 @@ impl SiteMachines {
         };
         let mut options = Options::new(image.clone(), Access::ReadWrite);
         options.mount = mount;
-        options.note = format!("the machine {machine}");
+        options.note = match self.kind() {
+            Kind::Machine => format!("the machine {machine}"),
+            Kind::Disk => format!("the move of {machine}"),
+        };
         let client = Client::open(&Handle::current(), Arc::new(connector), options).await;
         let failed = |e: &dyn std::fmt::Display| {
             Refusal::new(Code::Unavailable, format!("cannot open {image}: {e}"))
@@ -150,18 +169,26 @@ impl SiteMachines {
         let stack = stack.map_err(|e| failed(&e))?;
         // QEMU writes nothing again when this process has been killed, and another one serves the disk.
         let journal = self.journal(machine, index);
-        let journaled = tokio::task::spawn_blocking(move || -> std::io::Result<_> {
+        let opened = tokio::task::spawn_blocking(move || -> std::io::Result<_> {
             let boot = std::fs::read("/proc/sys/kernel/random/boot_id")?;
             let mut id = [0; 16];
             id.copy_from_slice(&blake3::hash(&boot).as_bytes()[..16]);
             let directory: Arc<dyn Directory> = Arc::new(HostDirectory::open_or_create(&journal)?);
-            Journaled::open(stack.device, &directory, id).map_err(std::io::Error::other)
+            let journaled =
+                Journaled::open(stack.device, &directory, id).map_err(std::io::Error::other)?;
+            let journaled: Arc<dyn BlockDevice> = Arc::new(journaled);
+            // Who reads what is still where the machine came from waits for it.
+            Arriving::kept(journaled, &directory, id, ARRIVAL_LIMIT).map_err(std::io::Error::other)
         });
-        let journaled = journaled.await.map_err(|e| failed(&e))?;
+        let (device, arrival) = opened
+            .await
+            .map_err(|e| failed(&e))?
+            .map_err(|e| failed(&e))?;
         Ok(OpenDisk {
             image: image.clone(),
             client,
-            device: Arc::new(journaled.map_err(|e| failed(&e))?),
+            device: Arc::new(device),
+            arrival,
         })
     }
 
@@ -173,10 +200,16 @@ impl SiteMachines {
         let domain = self.domain(name).await?;
         let mut disks = Vec::new();
         for (index, image) in record.disks.iter().enumerate() {
-            let mount = mount_id(name, record, index);
+            let mount = mount_id(self.kind(), name, record, index);
             // What others wrote is not the machine's, which comes with all of its own.
             let is_new = !is_held_by(&domain, image, mount).await;
-            if is_new && changes::of_image(&domain.home, image).is_some() {
+            if is_new && matches!(record.under_way, Some(Move::Partial(..))) {
+                let text = format!(
+                    "the write lease of {image} was revoked before all of {name} had arrived: what it lacks is not known any more"
+                );
+                return Err(Refusal::new(Code::Held, text));
+            }
+            if is_new && has_changes(&domain, image) {
                 let text = format!(
                     "{image} has changes by mounts at {}: merge or drop them there",
                     self.server.name
@@ -197,11 +230,12 @@ impl SiteMachines {
             name: format!("disk-{index}"),
             description: format!("{} of the machine {name} by drover", disk.image),
             read_only: false,
-            device: Arc::clone(&disk.device),
+            device: Arc::clone(&disk.device) as _,
         };
         let exports: Vec<_> = disks.iter().enumerate().map(export).collect();
-        let served = exports.iter().map(|export| Served {
+        let served = exports.iter().zip(&disks).map(|(export, disk)| Served {
             device: Arc::clone(&export.device),
+            target: Target::stored(Arc::clone(&disk.device), disk.arrival.clone()),
             address: NbdAddress {
                 socket: NbdSocket::Unix(socket.clone()),
                 export: export.name.clone(),
@@ -252,7 +286,7 @@ impl SiteMachines {
                 let domain = self.domain(name).await?;
                 let mut disks = Vec::new();
                 for (index, image) in record.disks.iter().enumerate() {
-                    let mount = mount_id(name, record, index);
+                    let mount = mount_id(self.kind(), name, record, index);
                     if is_held_by(&domain, image, mount).await {
                         let opened = self.open_one(&domain, name, index, mount, image);
                         disks.push(opened.await?);
@@ -273,11 +307,7 @@ impl SiteMachines {
                 }
             }
             // Their connections end behind them.
-            let begun = Instant::now();
-            let is_open = |name| devices.leased(name).is_ok_and(|leased| leased.is_some());
-            while names.iter().any(is_open) && begun.elapsed() < CLOSE_LIMIT {
-                std::thread::sleep(CLOSE_POLL);
-            }
+            wait_until_free(&devices, &names);
         };
         // The panic was logged.
         let _ = tokio::task::spawn_blocking(close).await;
@@ -297,25 +327,30 @@ impl SiteMachines {
     /// # Errors
     /// [`Code::Held`] when it has not left, or is coming back.
     pub async fn left(&self, name: &ImageName) -> Result<(), Refusal> {
-        if self.config(name).is_err() {
+        if self.kind() == Kind::Machine && self.config(name).is_err() {
             // It never came here.
             return Ok(());
         }
         let lock = self.machines.lock(name).map_err(failed)?;
         let record = self.machines.load(name)?;
         let Some(record) = record.filter(|_| lock.is_some()) else {
-            let text = format!("the machine {name} is being moved, or is unknown");
+            let text = format!("{name} is being moved, or is unknown");
             return Err(Refusal::new(Code::Held, text));
         };
         if record.owner == Owner::Here || record.under_way.is_some() {
-            let text = format!("the machine {name} has not left this site");
+            let text = format!("{name} has not left this site");
             return Err(Refusal::new(Code::Held, text));
+        }
+        if self.kind() == Kind::Disk {
+            return self.disk_left(name, &record).await;
         }
         let mark = self.left_mark(name);
         let domain = self.domain(name).await?;
         let mut is_marked = mark.exists();
         for (index, image) in record.disks.iter().enumerate() {
-            if !is_marked && is_held_by(&domain, image, mount_id(name, &record, index)).await {
+            if !is_marked
+                && is_held_by(&domain, image, mount_id(self.kind(), name, &record, index)).await
+            {
                 let made = drover_storage::create_private(&mark);
                 made.and_then(|_| drover_storage::sync_parent(&mark))
                     .map_err(failed)?;
@@ -327,6 +362,12 @@ impl SiteMachines {
         }
         let (_, domain) = self.close(name, &record).await?;
         let key = self.server.identity.key();
+        // Before the other site is told what they have.
+        let (frozen, images) = (Arc::clone(&domain), record.disks.clone());
+        let freeze_all = move || images.iter().for_each(|image| freeze(&frozen, image));
+        tokio::task::spawn_blocking(freeze_all)
+            .await
+            .map_err(failed)?;
         tokio::task::spawn_blocking(move || {
             let here = domain.here(key);
             let has_changes = |image: &&ImageName| changes::of_image(&domain.home, image).is_some();
@@ -336,15 +377,112 @@ impl SiteMachines {
             if failures == 0 {
                 let _ = std::fs::remove_file(mark);
             }
-            record.disks.iter().for_each(|image| freeze(&domain, image));
+            let at = match &record.owner {
+                Owner::There(at) => Some(PeerKey(at.key)),
+                Owner::Here => None,
+            };
+            for image in &record.disks {
+                freeze(&domain, image);
+                // Where the machine is may bring it again.
+                give(&domain, image, at);
+            }
         });
         Ok(())
+    }
+
+    /// Makes what was written to a disk that has left part of its image, so that it can come back for what changed since, and
+    /// freezes the image. Returns before that is done.
+    async fn disk_left(&self, name: &ImageName, record: &MachineRecord) -> Result<(), Refusal> {
+        let (domain, name) = (self.domain(name).await?, name.clone());
+        let at = match &record.owner {
+            Owner::There(at) => Some(PeerKey(at.key)),
+            Owner::Here => None,
+        };
+        let (key, left) = (self.server.identity.key(), record.hypervisor.clone());
+        tokio::task::spawn_blocking(move || {
+            // Another image may have its name since.
+            let known = domain.catalog.by_name(&name).ok().flatten();
+            if known.is_none_or(|image| Some(disk_of(&image)) != left) {
+                return;
+            }
+            // The mount that moved it has just ended.
+            wait_until_free(&domain.devices, std::slice::from_ref(&name));
+            if changes::of_image(&domain.home, &name).is_some() {
+                merge(&domain.here(key), &name);
+            }
+            freeze(&domain, &name);
+            // Where it is may bring it again.
+            give(&domain, &name, at);
+        });
+        Ok(())
+    }
+
+    /// The generations of a machine's disk that is served here, or was frozen when the machine left; encoded.
+    pub async fn generations(
+        &self,
+        name: &ImageName,
+        disk: u32,
+    ) -> Result<Option<Vec<u8>>, Refusal> {
+        let Some((domain, image)) = self.disk(name, disk).await? else {
+            return Ok(None);
+        };
+        let record = self.machines.load(name)?;
+        let runs = record.is_some_and(|record| record.may_run());
+        let asked = tokio::task::spawn_blocking(move || domain.devices.generations(&image));
+        let known = asked.await.map_err(failed)?;
+        let known = known.filter(|known| runs || known.over);
+        Ok(known.map(|known| known.encode()))
+    }
+
+    /// The image of a machine's disk, if the machine is served here, or is elsewhere.
+    async fn disk(
+        &self,
+        name: &ImageName,
+        disk: u32,
+    ) -> Result<Option<(Arc<InUse>, ImageName)>, Refusal> {
+        if let Some(machine) = self.open.lock().await.get(name) {
+            let disk = machine.disks.get(disk as usize);
+            return Ok(disk.map(|disk| (Arc::clone(&machine.domain), disk.image.clone())));
+        }
+        let record = self.machines.load(name)?;
+        let record = record.filter(|record| !record.may_run() && self.config(name).is_ok());
+        match record.and_then(|record| record.disks.get(disk as usize).cloned()) {
+            Some(image) => Ok(Some((self.domain(name).await?, image))),
+            None => Ok(None),
+        }
+    }
+
+    /// Takes what the site that a machine came from says of the generations of a disk.
+    pub async fn told_generations(
+        &self,
+        peer: &Peer,
+        told: TellGenerations,
+    ) -> Result<(), Refusal> {
+        let name = &told.machine;
+        let record = self.machines.load(name)?;
+        let is_its = self.config(name)?.domain == peer.domain
+            && record.is_some_and(|record| record.came_by(told.token));
+        if !is_its {
+            let text = format!("the machine {name} did not come here by that move");
+            return Err(Refusal::new(Code::OutOfOrder, text));
+        }
+        let of = Summary::decode(&told.generations);
+        let of = of.map_err(|e| Refusal::new(Code::Protocol, e.to_string()))?;
+        let Some((domain, image)) = self.disk(name, told.disk).await? else {
+            return Ok(());
+        };
+        let adopt = move || domain.devices.adopt_generations(&image, &of);
+        let adopted = tokio::task::spawn_blocking(adopt).await.map_err(failed)?;
+        adopted.map_err(failed)
     }
 
     /// Continues after a restart of the site.
     pub async fn restart(moves: &Arc<Moves<SiteMachines>>) {
         moves.restart().await;
         let site = moves.site();
+        if site.kind() == Kind::Disk {
+            forget_refused(&site.machines);
+        }
         for name in site.machines.names().unwrap_or_default() {
             match site.left(&name).await {
                 Err(e) if e.code != Code::Held => tracing::warn!(machine = %name, "{e}"),
@@ -367,7 +505,20 @@ impl SiteMachines {
     }
 }
 
+fn forget_refused(disks: &Machines) {
+    if let Err(e) = disks.forget_refused() {
+        tracing::warn!("records of disks that never came are left: {e}");
+    }
+}
+
 impl Site for SiteMachines {
+    fn kind(&self) -> Kind {
+        match self.disks_of {
+            Some(_) => Kind::Disk,
+            None => Kind::Machine,
+        }
+    }
+
     fn machines(&self) -> &Machines {
         &self.machines
     }
@@ -379,12 +530,19 @@ impl Site for SiteMachines {
         disks: &'a [ImageName],
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
-            if self.config(machine)?.domain != peer.domain {
+            if self.domain_name(machine)? != peer.domain {
                 let text = format!(
                     "{} expects the machine {machine} from peers of another domain",
                     self.server.name
                 );
                 return Err(Refusal::new(Code::Denied, text));
+            }
+            // None if its seeder only asks what was decided.
+            if self.kind() == Kind::Disk && disks.iter().any(|image| image != machine) {
+                return Err(Refusal::new(
+                    Code::Protocol,
+                    "a disk is one image of its name",
+                ));
             }
             let domain = self.domain(machine).await?;
             for image in disks {
@@ -392,8 +550,12 @@ impl Site for SiteMachines {
                 let known = known.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
                 if known.is_some_and(|image| !image.may_be_changed_by(&peer.key, peer.rights)) {
                     let text = format!(
-                        "{} has another image called {image}: move the machine under another name",
-                        self.server.name
+                        "{} has another image called {image}: move the {} under another name",
+                        self.server.name,
+                        match self.kind() {
+                            Kind::Machine => "machine",
+                            Kind::Disk => "disk",
+                        }
                     );
                     return Err(Refusal::new(Code::Denied, text));
                 }
@@ -403,21 +565,69 @@ impl Site for SiteMachines {
     }
 
     fn happened(&self, machine: &ImageName, from: &Other, what: Happened<'_>) {
-        let record = match what {
-            Happened::Coming => Record::new(Event::MachineComing),
-            Happened::Arrived => Record::new(Event::MachineArrived),
-            Happened::Refused(why) => Record::new(Event::MachineRefused).detail(why),
+        if let (Kind::Disk, Happened::Refused(_)) = (self.kind(), what) {
+            // Any name will do for a disk: what is remembered of them has a limit.
+            let disks = self.machines.clone();
+            tokio::task::spawn_blocking(move || forget_refused(&disks));
+        }
+        if self.kind() == Kind::Machine {
+            let migrations = &self.server.metrics.migrations;
+            match what {
+                Happened::Coming => {}
+                Happened::Arrived => drop(migrations.arrived.fetch_add(1, Relaxed)),
+                Happened::Refused(_) => drop(migrations.refused.fetch_add(1, Relaxed)),
+            }
+        }
+        let event = match (what, self.kind()) {
+            (Happened::Coming, Kind::Machine) => Event::MachineComing,
+            (Happened::Arrived, Kind::Machine) => Event::MachineArrived,
+            (Happened::Refused(_), Kind::Machine) => Event::MachineRefused,
+            (Happened::Coming, Kind::Disk) => Event::DiskComing,
+            (Happened::Arrived, Kind::Disk) => Event::DiskArrived,
+            (Happened::Refused(_), Kind::Disk) => Event::DiskRefused,
         };
-        let domain = self.config(machine).map(|config| config.domain.as_str());
-        let record = record
+        let record = Record::new(event)
             .by_peer(&from.name, PeerKey(from.key))
-            .in_domain(domain.unwrap_or_default())
-            .machine(machine);
+            .in_domain(self.domain_name(machine).unwrap_or_default());
+        let record = match self.kind() {
+            Kind::Machine => record.machine(machine),
+            Kind::Disk => record.image(machine),
+        };
+        let record = match what {
+            Happened::Refused(why) => record.detail(why),
+            _ => record,
+        };
         // A peer that tries again and again causes no more than a few lines.
         match what {
             Happened::Arrived => self.server.home.audit().write(record),
             _ => self.server.home.audit().write_limited(record),
         }
+    }
+
+    fn give_disks<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        record: &'a MachineRecord,
+        to: Option<&'a Peer>,
+    ) -> Pending<'a, ()> {
+        Box::pin(async move {
+            let Ok(domain) = self.domain(machine).await else {
+                return;
+            };
+            let (images, to) = (record.disks.clone(), to.map(|peer| peer.key));
+            let before = match &record.owner {
+                Owner::There(at) => Some(PeerKey(at.key)),
+                Owner::Here => None,
+            };
+            let given = tokio::task::spawn_blocking(move || {
+                // Others may have sent images of these names since.
+                let is_its = |image: &&ImageName| to.is_none() || was_left(&domain, image, before);
+                let images = images.iter().filter(is_its);
+                images.for_each(|image| give(&domain, image, to));
+            });
+            // The panic was logged.
+            let _ = given.await;
+        })
     }
 
     fn refused(&self, peer: &Peer, address: &str, refusal: &Refusal) {
@@ -426,17 +636,20 @@ impl Site for SiteMachines {
         self.server.home.audit().write_limited(record);
     }
 
-    fn hypervisor(&self, machine: &ImageName) -> Result<PathBuf, Refusal> {
-        Ok(self.config(machine)?.incoming.clone())
+    fn hypervisor(&self, machine: &ImageName) -> Result<Place, Refusal> {
+        Ok(self.config(machine)?.hypervisor(machine.as_str()))
     }
 
-    fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>> {
+    fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<Place, Refusal>> {
         Box::pin(async move {
-            let config = self.config(machine)?;
-            if !is_listening(&config.incoming).await {
-                start(machine, config).await?;
+            let place = self.hypervisor(machine)?;
+            if let Place::Qmp(socket) = &place
+                && !is_listening(socket).await
+            {
+                let command = &self.config(machine)?.start;
+                start(machine, socket, command, Why::Incoming).await?;
             }
-            Ok(config.incoming.clone())
+            Ok(place)
         })
     }
 
@@ -454,6 +667,24 @@ impl Site for SiteMachines {
             let served = opened.served.clone();
             open.insert(machine.clone(), opened);
             Ok(served)
+        })
+    }
+
+    fn keep_disk<'a>(
+        &'a self,
+        disk: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            let (_, domain) = self.close(disk, record).await?;
+            for (index, image) in record.disks.iter().enumerate() {
+                let mount = mount_id(Kind::Disk, disk, record, index);
+                if is_held_by(&domain, image, mount).await {
+                    let text = format!("the write lease of {image} was not returned");
+                    return Err(Refusal::new(Code::Unavailable, text));
+                }
+            }
+            Ok(())
         })
     }
 
@@ -486,139 +717,5 @@ impl Site for SiteMachines {
             let dropped: Result<(), MountError> = dropped.await.map_err(failed)?;
             dropped.map_err(failed)
         })
-    }
-}
-
-/// The mount of a disk: the same after a restart, so that it gets its write lease back. No other machine has it, whatever seed
-/// and disks its source claims.
-fn mount_id(machine: &ImageName, record: &MachineRecord, index: usize) -> MountId {
-    let mut hasher = blake3::Hasher::new_derive_key("drover machine disk mount");
-    hasher.update(&record.seed.0);
-    hasher.update(&(index as u64).to_le_bytes());
-    hasher.update(machine.as_str().as_bytes());
-    let mut mount = [0; 16];
-    mount.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
-    MountId(mount)
-}
-
-/// Whether the write lease of an image is that of a machine's disk.
-async fn is_held_by(domain: &Arc<InUse>, image: &ImageName, mount: MountId) -> bool {
-    let (domain, image) = (Arc::clone(domain), image.clone());
-    let leased = tokio::task::spawn_blocking(move || domain.devices.leased(&image)).await;
-    let holder = leased
-        .ok()
-        .and_then(|leased| leased.ok()?)
-        .and_then(|leased| leased.holder);
-    holder.is_some_and(|holder| holder.mount == mount)
-}
-
-/// Keeps what a machine that is elsewhere has left here from being started: it is an old copy.
-fn freeze(domain: &InUse, image: &ImageName) {
-    if let Err(e) = domain.devices.freeze(image) {
-        tracing::warn!(image = %image, "it is not protected from being written: {e}");
-    }
-}
-
-/// Makes what a machine wrote part of its image; whether that was done.
-fn merge(here: &Here, image: &ImageName) -> bool {
-    let order = Order {
-        name: image.clone(),
-        rename: None,
-        to: None,
-        drop: false,
-        dry_run: false,
-    };
-    let stop = AtomicBool::new(false);
-    match changes::merge(here, &order, None, &mut |_, _| {}, &stop) {
-        Ok(_) => tracing::info!(image = %image, "it has what its machine wrote"),
-        Err(e) => {
-            tracing::warn!(image = %image, "its changes were not merged: {}", one_line(&e));
-            return false;
-        }
-    }
-    true
-}
-
-async fn is_listening(socket: &Path) -> bool {
-    tokio::net::UnixStream::connect(socket).await.is_ok()
-}
-
-/// Starts the hypervisor that is to receive a machine.
-async fn start(machine: &ImageName, config: &MachineConfig) -> Result<(), Refusal> {
-    let socket = config.incoming.display();
-    let failed = |text: String| Err(Refusal::new(Code::Unavailable, text));
-    let Some((program, arguments)) = config.start.split_first() else {
-        return failed(format!(
-            "no QEMU waits for the machine {machine} at {socket}: start it there with -S -incoming defer, or set `start` in config.toml"
-        ));
-    };
-    let command = Command::new(program)
-        .args(arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .process_group(0)
-        .spawn();
-    let mut child = match command {
-        Ok(child) => child,
-        Err(e) => {
-            return failed(format!(
-                "cannot start the QEMU for the machine {machine}: {program}: {e}"
-            ));
-        }
-    };
-    let begun = Instant::now();
-    let mut ended = None;
-    while begun.elapsed() < START_LIMIT {
-        if is_listening(&config.incoming).await {
-            // It is reaped when it ends.
-            std::thread::spawn(move || child.wait());
-            return Ok(());
-        }
-        match child.try_wait() {
-            Ok(Some(status)) if !status.success() => {
-                return failed(format!(
-                    "the QEMU for the machine {machine} was not started: {program} ended with {status}"
-                ));
-            }
-            Ok(status) => ended = status.or(ended),
-            Err(_) => {}
-        }
-        tokio::time::sleep(START_POLL).await;
-    }
-    // The next attempt starts another one.
-    if ended.is_none() {
-        let group = rustix::process::Pid::from_child(&child);
-        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
-        std::thread::spawn(move || child.wait());
-    }
-    failed(format!(
-        "{program} has started no QEMU for the machine {machine} that listens at {socket} within {} s",
-        START_LIMIT.as_secs()
-    ))
-}
-
-/// Handles requests about the machines of a site.
-#[derive(Clone)]
-pub struct OfMachines(pub Arc<Moves<SiteMachines>>);
-
-impl Handler<CloseMachine> for OfMachines {
-    async fn handle(
-        &self,
-        _: &Peer,
-        CloseMachine { name }: CloseMachine,
-        _: &mut Exchange<'_, CloseMachine>,
-    ) -> Result<(), Refusal> {
-        self.0.site().left(&name).await
-    }
-}
-
-impl Handler<RefuseMachine> for OfMachines {
-    async fn handle(
-        &self,
-        _: &Peer,
-        RefuseMachine { name }: RefuseMachine,
-        _: &mut Exchange<'_, RefuseMachine>,
-    ) -> Result<(), Refusal> {
-        self.0.give_up(name).await
     }
 }

@@ -69,6 +69,8 @@ pub struct Server {
     pub jobs: Shares<PeerKey>,
     /// The addresses to put into its tickets.
     pub addresses: Vec<String>,
+    /// Held while a replica's record is changed.
+    pub replicas: Arc<tokio::sync::Mutex<()>>,
     /// When it became ready, seconds since 1970.
     pub started_unix: i64,
     /// True once it is to stop.

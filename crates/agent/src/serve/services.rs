@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use drover_migrate::{Conversations, DiskWrites, MemoryStreams, Moves};
+use drover_migrate::{Conversations, DiskFetches, DiskWrites, MemoryStreams};
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
@@ -12,14 +12,14 @@ use drover_teleport::{DataConnections, Sessions};
 
 use super::audited::Told;
 use super::in_domain::{Conversation, InDomain};
-use super::machines::{OfMachines, SiteMachines};
 use super::manage::Manage;
 use super::matching::Matching;
+use super::moves::{OfMachines, SiteMoves};
 use super::server::{Common, Duty, Server};
 use super::sessions::Counted;
 
 /// The services of this process.
-pub fn of(server: &Arc<Server>, moves: Option<&Arc<Moves<SiteMachines>>>) -> Services {
+pub fn of(server: &Arc<Server>, moves: Option<&Arc<SiteMoves>>) -> Services {
     let (unknown, what) = match server.duty {
         Duty::Site(_) => (
             Code::Unsupported,
@@ -52,11 +52,16 @@ fn for_all(services: &mut Services, server: &Arc<Server>) {
     services.handle::<super::status::GetMetrics>(common());
 }
 
-fn for_machines(services: &mut Services, moves: &Arc<Moves<SiteMachines>>) {
+fn for_machines(services: &mut Services, moves: &Arc<SiteMoves>) {
     services.add(Conversations(Arc::clone(moves)));
     services.add(DiskWrites(Arc::clone(moves)));
+    services.add(DiskFetches(Arc::clone(moves)));
     services.add(MemoryStreams(Arc::clone(moves)));
+    services.handle::<drover_migrate::protocol::TellGenerations>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::machines::GetGenerations>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::replicas::FailOver>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::CloseMachine>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::machines::CountMigration>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::RefuseMachine>(OfMachines(Arc::clone(moves)));
 }
 
@@ -85,6 +90,10 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
+    services.handle::<drover_migrate::replica::protocol::BeginRound>(site.clone());
+    services.handle::<drover_migrate::replica::protocol::CompleteRound>(site.clone());
+    services.handle::<drover_migrate::replica::protocol::TellPoint>(site.clone());
+    services.handle::<crate::replicas::ForgetReplica>(site.clone());
     // The mounts tell of it.
     services.handle::<crate::mounts::BreakLease>(site.clone());
     services.handle::<crate::changes::ListChanges>(site.clone());

@@ -57,7 +57,9 @@ impl Domain {
     /// When its state cannot be changed.
     pub async fn break_lease(&self, name: &ImageName, why: WhyBroken) -> Result<Broken> {
         let mut room = CleanUp::of(&self.home);
-        let broken = room.run_async(|| break_at(&self.devices, name, why)).await;
+        let broken = room
+            .run_async(|| break_at(&self.home, &self.devices, name, why))
+            .await;
         tokio::task::spawn_blocking(move || drop(room)).await?;
         broken
     }

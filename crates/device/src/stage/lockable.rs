@@ -4,10 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, Cost, DeviceError};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::MAX_TIMEOUT;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
+
+/// How often it is asked whether a lock is still wanted.
+const GIVE_UP_POLL: Duration = Duration::from_millis(20);
 
 /// A device that can be locked: while locked, no request is in flight and none starts.
 pub type Lockable<D> = Gated<D, Latch>;
@@ -82,13 +85,34 @@ impl LockHandle {
     /// # Errors
     /// As [`LockHandle::lock`].
     pub fn lock_until(&self, deadline: Instant) -> Result<LockGuard, DeviceError> {
+        self.lock_unless(deadline, &|| false)
+    }
+
+    /// As [`LockHandle::lock_until`], unless it `is_given_up`, which is asked now and then.
+    ///
+    /// # Errors
+    /// As [`LockHandle::lock`]; [`DeviceError::Unavailable`] also when it was given up.
+    pub fn lock_unless(
+        &self,
+        deadline: Instant,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<LockGuard, DeviceError> {
         let shared = &self.shared;
         let mut state = shared.state.lock();
+        let wait = |state: &mut MutexGuard<'_, LockState>| {
+            let until = deadline.min(Instant::now() + GIVE_UP_POLL);
+            shared.changed.wait_until(state, until);
+            match is_given_up() {
+                true => Some("it was given up"),
+                false => (Instant::now() >= deadline).then_some("it takes too long"),
+            }
+        };
         while state.locked && !state.closed {
-            if shared.changed.wait_until(&mut state, deadline).timed_out() && state.locked {
-                return Err(DeviceError::Unavailable(
-                    "another holder has kept the device locked for too long".into(),
-                ));
+            if let Some(why) = wait(&mut state)
+                && state.locked
+            {
+                let text = format!("another holder keeps the device locked: {why}");
+                return Err(DeviceError::Unavailable(text));
             }
         }
         if state.closed {
@@ -100,13 +124,14 @@ impl LockHandle {
             shared: Arc::clone(shared),
         };
         while state.in_flight > 0 {
-            let late = shared.changed.wait_until(&mut state, deadline).timed_out();
-            if late && state.in_flight > 0 {
+            if let Some(why) = wait(&mut state)
+                && state.in_flight > 0
+            {
                 let count = state.in_flight;
                 drop(state);
                 drop(guard);
                 return Err(DeviceError::Unavailable(format!(
-                    "{count} requests are still in flight"
+                    "{count} requests are still in flight: {why}"
                 )));
             }
         }

@@ -68,6 +68,18 @@ fn rows() -> Vec<Row> {
             cost: inner,
         },
         Row {
+            name: "arriving",
+            make: |probe| Box::new(Arriving::new(probe, LONG).0),
+            capabilities: same,
+            cost: inner,
+        },
+        Row {
+            name: "holding",
+            make: |probe| Box::new(Holding::new(probe).0),
+            capabilities: same,
+            cost: inner,
+        },
+        Row {
             name: "lockable",
             make: |probe| Box::new(Lockable::new(probe, LONG).0),
             capabilities: same,

@@ -3,10 +3,13 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 use parking_lot::Mutex;
 use roaring::RoaringBitmap;
+
+use super::LockGuard;
 
 /// Maximum number of tracked blocks; a set of them takes at most 32 MiB. Larger devices are tracked in larger blocks.
 const MAX_BLOCKS: u64 = 1 << 28;
@@ -25,6 +28,8 @@ struct Shared {
     size: u64,
     /// Block size in bytes, a power of two.
     block: u64,
+    /// Nothing is recorded.
+    idle: AtomicBool,
     state: Mutex<Changes>,
 }
 
@@ -126,6 +131,18 @@ impl TrackHandle {
         self.shared.state.lock().dirty |= dirty.blocks;
     }
 
+    /// Stops recording, and drops what was recorded.
+    pub fn stop(&self) {
+        self.shared.idle.store(true, Ordering::Release);
+        self.shared.state.lock().dirty = RoaringBitmap::new();
+    }
+
+    /// Records again, with a mark. Nothing may be in flight: the device is locked.
+    pub fn start(&self, _locked: &LockGuard) {
+        self.mark();
+        self.shared.idle.store(false, Ordering::Release);
+    }
+
     /// Block size in bytes.
     #[must_use]
     pub fn granularity(&self) -> u64 {
@@ -191,6 +208,7 @@ impl<D: BlockDevice> Tracked<D> {
         let shared = Arc::new(Shared {
             size,
             block: block_for(size, granularity),
+            idle: AtomicBool::new(false),
             state: Mutex::default(),
         });
         let handle = TrackHandle {
@@ -201,7 +219,7 @@ impl<D: BlockDevice> Tracked<D> {
 
     fn begin(&self, offset: u64, length: u64) -> Result<Option<UnderWay<'_>>, DeviceError> {
         check_range(offset, length, self.shared.size)?;
-        if length == 0 {
+        if length == 0 || self.shared.idle.load(Ordering::Acquire) {
             return Ok(None);
         }
         let block = self.shared.block;

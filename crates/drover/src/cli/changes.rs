@@ -9,7 +9,7 @@ use super::values::{DomainArg, Format, ImageAt};
 /// List the changes that mounts wrote to images of this site or of a peer; merge or drop them
 ///
 /// Writes of a mount are stored beside the image, which stays as it was received. Later mounts see the image with its changes.
-/// At a peer, this site sees the changes to its own images and those that its mounts wrote, and can merge and drop the former.
+/// At a peer, this site sees the changes to images that it sent there and those that its mounts wrote, and can merge and drop the former.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,

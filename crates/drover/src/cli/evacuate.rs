@@ -7,8 +7,8 @@ use drover_agent::text;
 
 /// Move all machines of this host to a peer
 ///
-/// The machines are those that config.toml names (`[machines.NAME]`) and those that have moved from here before, as far as their
-/// QEMU runs. Each moves as with `drover migrate`. Those that cannot move run on here, and the command fails when all others have moved.
+/// The machines are those that config.toml names (`[machines.NAME]`) or that have moved from here before, if they
+/// are running. Each moves as with `drover migrate`. Those that cannot move keep running here; the others move all the same, and the command then fails.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -32,6 +32,7 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
+  drover mount lyon:web.qcow2 /mnt/web --wait-local 20%           returns when a fifth of it is here
   drover mount lyon:db.raw /mnt/db --lease 1h          another mount may take over after an hour without contact
   drover unmount /mnt/web
 
@@ -184,6 +185,9 @@ pub struct OptionArgs {
     /// How long a read or write that needs the other site waits, while the link is down, before it fails [default: 10m]
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
     pub give_up_after: Option<Duration>,
+    /// Share of the disk, such as 20%, that has to be here before it can be used; the command waits for it
+    #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with = "direct")]
+    pub wait_local: Option<u8>,
     /// Domain of the images of this site [default: default]
     #[arg(long, value_name = "NAME", value_parser = domain::check)]
     pub domain: Option<String>,
@@ -222,6 +226,11 @@ impl OptionArgs {
     /// # Errors
     /// Usage: an option means nothing for any of them, or contradicts one.
     pub fn of(self, images: &[Target]) -> Result<mounts::How> {
+        if self.wait_local.is_some() && matches!(self.prefetch, Some(Prefetch::None)) {
+            return Err(Error::usage(
+                "--wait-local cannot be used with --prefetch none, which fetches only what is read",
+            ));
+        }
         let local = images.iter().all(|image| image.local.is_some());
         for image in images {
             self.check(image, local).map_err(Error::usage)?;
@@ -242,6 +251,7 @@ impl OptionArgs {
             window: self.window,
             give_up_after: self.give_up_after.unwrap_or(Duration::from_secs(600)),
             lease: self.lease,
+            wait_local: self.wait_local,
             size: self.size,
         })
     }
@@ -269,6 +279,7 @@ impl OptionArgs {
             (self.window.is_some(), "--window"),
             (self.give_up_after.is_some(), "--give-up-after"),
             (self.lease.is_some(), "--lease"),
+            (self.wait_local.is_some(), "--wait-local"),
         ];
         if let Some((_, option)) = given.iter().find(|(given, _)| *given && local) {
             return Err(format!(
@@ -295,6 +306,13 @@ impl OptionArgs {
             _ => Ok(()),
         }
     }
+}
+
+/// A share in percent.
+fn percent(text: &str) -> Result<u8, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).parse();
+    let percent = number.ok().filter(|percent| (1..=100).contains(percent));
+    percent.ok_or_else(|| format!("{:?} is not a share from 1% to 100%", text::clean(text)))
 }
 
 /// What a flush waits for.

@@ -1,7 +1,6 @@
 //! `evacuate`: moves all machines of this host to a peer.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,15 +10,17 @@ use drover_agent::home::Home;
 use drover_agent::machines;
 use drover_agent::site::{self, find_peer};
 use drover_agent::text::{Compress, count};
+use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
-use drover_hypervisor::{HypervisorError, Machine};
+use drover_hypervisor::{Hypervisor, HypervisorError, Place};
 use drover_net::RateLimit;
 use serde_json::json;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::depart;
-use crate::cli::{EvacuateArgs, Hypervisor, MigrateArgs};
+use super::hypervisor::place;
+use crate::cli::{self, EvacuateArgs, MigrateArgs};
 use crate::out;
 
 /// How long a lost connection is tried again.
@@ -40,9 +41,8 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
     let places = Arc::new(Semaphore::new(args.parallel.into()));
     let all = found.len();
     let mut moves = JoinSet::new();
-    for (socket, _) in found {
+    for (hypervisor, _) in found {
         let (home, places, limit) = (home.clone(), Arc::clone(&places), limit.clone());
-        let hypervisor = Hypervisor { socket };
         let args = of_one(&args, &hypervisor);
         moves.spawn(async move {
             let _place = places.acquire().await?;
@@ -65,12 +65,13 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
 }
 
 /// The options of the migration of one of them.
-fn of_one(args: &EvacuateArgs, hypervisor: &Hypervisor) -> MigrateArgs {
+fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
     MigrateArgs {
         machine: Some(hypervisor.clone()),
         peer: Some(args.peer.clone()),
         rename: None,
         max_pause: args.max_pause,
+        post_copy: cli::PostCopy::WhenNeeded,
         limit: None,
         compress: Compress(None),
         scratch: None,
@@ -79,16 +80,15 @@ fn of_one(args: &EvacuateArgs, hypervisor: &Hypervisor) -> MigrateArgs {
         no_index: false,
         dry_run: false,
         list: false,
+        all: false,
+        start_script: false,
         abort: None,
         json: args.json,
     }
 }
 
-fn list(found: &BTreeMap<PathBuf, String>, json: bool) -> Result<()> {
-    for (socket, name) in found {
-        let machine = Hypervisor {
-            socket: socket.clone(),
-        };
+fn list(found: &BTreeMap<cli::Hypervisor, String>, json: bool) -> Result<()> {
+    for (machine, name) in found {
         match json {
             true => out::json(&json!({"machine": name, "hypervisor": machine.to_string()}))?,
             false => out::line(&format!("{name}  {machine}"))?,
@@ -100,31 +100,43 @@ fn list(found: &BTreeMap<PathBuf, String>, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The machines that run here, by the sockets of their hypervisors: those that may come here, and those that have left.
-async fn running(home: &Home) -> Result<BTreeMap<PathBuf, String>> {
+/// The machines that run here, by their hypervisors: those that may come here, and those that have left.
+async fn running(home: &Home) -> Result<BTreeMap<cli::Hypervisor, String>> {
     let expected = home.config.machines.iter();
-    let mut sockets: BTreeMap<PathBuf, (String, bool)> = expected
-        .map(|(name, config)| (config.incoming.clone(), (name.clone(), false)))
+    let mut known: BTreeMap<cli::Hypervisor, (String, bool)> = expected
+        .map(|(name, config)| {
+            let hypervisor = match config.hypervisor(name) {
+                Place::Qmp(socket) => cli::Hypervisor::Qmp(socket),
+                Place::Libvirt(_, name) => cli::Hypervisor::Libvirt(name),
+            };
+            (hypervisor, (name.clone(), false))
+        })
         .collect();
     for machine in machines::list(home)? {
         let is_here = matches!(machine.state, "here" | "leaving" | "committed");
-        let hypervisor = machine.hypervisor.as_deref().map(str::parse::<Hypervisor>);
+        let hypervisor = machine.hypervisor.as_deref();
+        let hypervisor = hypervisor.map(str::parse::<cli::Hypervisor>);
         if let (true, Some(Ok(hypervisor))) = (is_here, hypervisor) {
             let is_committed = machine.state == "committed";
-            sockets.insert(hypervisor.socket, (machine.name, is_committed));
+            known.insert(hypervisor, (machine.name, is_committed));
         }
     }
     let mut found = BTreeMap::new();
-    for (socket, (name, is_committed)) in sockets {
-        let runs = match Machine::connect(&socket).await {
-            Ok(machine) => machine.status().await? == RunState::Running,
+    for (hypervisor, (name, is_committed)) in known {
+        let runs = match Hypervisor::connect(&place(home, &hypervisor)?).await {
+            Ok(Hypervisor::Qemu(machine)) => machine.status().await? == RunState::Running,
+            Ok(Hypervisor::Libvirt(domain)) => domain.state().await? == DomainState::Running,
             // What was handed over must be brought to its end even so.
-            Err(HypervisorError::Connect { .. }) => false,
+            Err(
+                HypervisorError::Connect { .. }
+                | HypervisorError::NoLibvirt { .. }
+                | HypervisorError::NoMachine { .. },
+            ) => false,
             // It says why when it is to move.
             Err(_) => true,
         };
         if runs || is_committed {
-            found.insert(socket, name);
+            found.insert(hypervisor, name);
         }
     }
     Ok(found)

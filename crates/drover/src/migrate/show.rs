@@ -74,6 +74,7 @@ impl Show {
                     Step::Disks => ("disks", "copying what it wrote meanwhile"),
                     Step::Memory => ("memory", "copying its memory"),
                     Step::Switch => ("switch", "paused, handing it over"),
+                    Step::Rest => ("rest", "runs there; copying what is left of its disks"),
                 };
                 self.print(
                     json!({"event": "step", "machine": machine, "step": name}),
@@ -103,6 +104,12 @@ impl Show {
                     )
                 });
             }
+            MoveEvent::Left { bytes: n } => {
+                let line = json!({"event": "left", "machine": machine, "left_bytes": n});
+                self.print(line, || {
+                    format!("{machine}: {} of its disks left", bytes(n))
+                });
+            }
             MoveEvent::Reconnecting { error } => {
                 let line =
                     json!({"event": "reconnecting", "machine": machine, "message": clean(&error)});
@@ -122,6 +129,8 @@ impl Show {
             last["event"] = "done".into();
             last["peer"] = self.peer.clone().into();
             last["dry_run"] = self.dry_run.into();
+            last["left_bytes"] = report.left_bytes.into();
+            last["asked_bytes"] = report.asked_bytes.into();
             return out::json(&last);
         }
         if self.dry_run {

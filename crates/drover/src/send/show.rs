@@ -520,6 +520,7 @@ mod tests {
             sent_blocks: 500,
             zero_blocks: 48,
             resumed_blocks: 0,
+            unread_blocks: 0,
             matched: Default::default(),
             wire: Default::default(),
             seconds: 1.23456,

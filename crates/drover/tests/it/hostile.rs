@@ -14,11 +14,15 @@ use std::fs;
 use std::time::Duration;
 
 use drover_agent::domains::{AddDomain, MoveImage, RemoveDomain};
-use drover_agent::machines::{CloseMachine, RefuseMachine};
+use drover_agent::machines::{CloseMachine, CountMigration, GetGenerations, RefuseMachine};
+use drover_agent::replicas::{FailOver, ForgetReplica};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
-use drover_migrate::protocol::{OpenMove, SendDisks, SendMemory};
+use drover_migrate::protocol::{
+    FetchDisks, Kind, OpenMove, SendDisks, SendMemory, TellGenerations,
+};
+use drover_migrate::replica::protocol::{BeginRound, CompleteRound, TellPoint};
 use drover_net::service::{self, Request, encode_call, kind};
 use drover_net::{
     Code, ConnectOptions, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Role,
@@ -135,6 +139,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             share: true,
         }),
         encode_call(&OpenMove {
+            kind: Kind::Machine,
             token: Token([1; 16]),
             machine: of(),
             seed: Seed([1; 16]),
@@ -143,12 +148,42 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             memory_bytes: 0,
         }),
         encode_call(&SendDisks {
+            kind: Kind::Disk,
+            machine: of(),
+            token: Token([1; 16]),
+        }),
+        encode_call(&FetchDisks {
             machine: of(),
             token: Token([1; 16]),
         }),
         encode_call(&SendMemory {
             machine: of(),
             token: Token([1; 16]),
+        }),
+        encode_call(&TellGenerations {
+            machine: of(),
+            token: Token([1; 16]),
+            disk: 0,
+            generations: Vec::new(),
+        }),
+        encode_call(&BeginRound {
+            name: of(),
+            seed: Seed([1; 16]),
+            is_machine: true,
+            disks: vec!["vd0".into()],
+            every_seconds: None,
+        }),
+        encode_call(&CompleteRound {
+            name: of(),
+            round: Token([1; 16]),
+            age_ms: 0,
+            digests: Vec::new(),
+        }),
+        encode_call(&TellPoint {
+            name: of(),
+            round: Token([1; 16]),
+            disk: 0,
+            generations: Vec::new(),
         }),
         b"\x07nothing".to_vec(),
     ];
@@ -170,8 +205,26 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
         encode_call(&IndexImage { path }),
-        encode_call(&CloseMachine { name: of() }),
-        encode_call(&RefuseMachine { name: of() }),
+        encode_call(&CloseMachine {
+            kind: Kind::Disk,
+            name: of(),
+        }),
+        encode_call(&CountMigration { moved: None }),
+        encode_call(&RefuseMachine {
+            kind: Kind::Machine,
+            name: of(),
+        }),
+        encode_call(&GetGenerations {
+            name: of(),
+            disk: 0,
+        }),
+        encode_call(&FailOver {
+            name: of(),
+            dry_run: true,
+            force: false,
+            start: false,
+        }),
+        encode_call(&ForgetReplica { name: of() }),
         encode_call(&mounts::ListLeases),
         encode_call(&mounts::BreakLease { name: of() }),
     ];

@@ -12,6 +12,7 @@ mod migrate;
 mod missing;
 mod mount;
 mod mount_offline;
+mod moves;
 mod pairing;
 mod send;
 mod serve;

@@ -1,9 +1,10 @@
 //! `drover migrate` with a real QEMU at both sites, and a guest that writes numbered records to its disk.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use drover_hypervisor::machine::Node;
 use drover_hypervisor::testing::{Guest, Launch, Qemu, program};
@@ -12,48 +13,77 @@ use serde_json::Value;
 use crate::world::{Site, World, own_address, until, wait};
 
 mod faults;
+mod full_disk;
+mod generations;
+mod libvirt;
 mod links;
+mod postcopy;
+mod replicas;
 mod several_disks;
+mod start_script;
+mod three_sites;
 
 const SIZE: u64 = 4 << 20;
 
-/// Two sites, and what their machines boot.
+/// Sites, and what their machines boot.
 struct Sites {
     world: World,
     guest: Guest,
-    /// The sites called `near` and `far`, and where they listen.
-    running: [(Site, String); 2],
+    /// The sites by name, and where they listen.
+    running: BTreeMap<&'static str, (Site, String)>,
 }
 
 impl Sites {
-    /// Two sites that may migrate the machine `web` to each other; none, with a SKIP, where no guest runs.
+    /// The sites `near` and `far`, that may migrate the machine `web` to each other; none, with a SKIP, where no guest runs.
     fn new(test: &str) -> Option<Sites> {
         Self::with(test, World::new(), own_address(), &[])
     }
 
     /// The same, where `far` is served at this address with these options.
     fn with(test: &str, world: World, at: SocketAddr, far: &[&str]) -> Option<Sites> {
+        let homes = [("near", own_address(), &[][..]), ("far", at, far)];
+        Self::among(test, world, &homes)
+    }
+
+    /// The same for these sites: their names, addresses, and options of `serve`.
+    fn among(
+        test: &str,
+        world: World,
+        homes: &[(&'static str, SocketAddr, &[&str])],
+    ) -> Option<Sites> {
+        Self::expecting(test, world, homes, |world, home| {
+            let incoming = world.path(&format!("web-{home}.qmp"));
+            format!("incoming = {incoming:?}")
+        })
+    }
+
+    /// The same, where the table of the machine at each says this.
+    fn expecting(
+        test: &str,
+        world: World,
+        homes: &[(&'static str, SocketAddr, &[&str])],
+        says: impl Fn(&World, &str) -> String,
+    ) -> Option<Sites> {
         program(test)?;
         let guest = Guest::build(test, world.path("").as_path())?;
-        let running = ["near", "far"].map(|home| {
+        let mut running = BTreeMap::new();
+        for &(home, address, options) in homes {
             world.run(home, &["init"]).ok();
-            let incoming = world.path(&format!("web-{home}.qmp"));
-            let table = format!("[machines.web]\nincoming = {incoming:?}\n");
+            let table = format!("[machines.web]\n{}\n", says(&world, home));
             fs::write(world.path(home).join("config.toml"), table).unwrap();
-            let (address, options) = match home {
-                "far" => (at, far),
-                _ => (own_address(), &[][..]),
-            };
             let address = address.to_string();
             let serve = [&["serve", "--listen", &address], options].concat();
-            (world.process(home, &serve), address)
-        });
-        for (home, peer) in [("near", "far"), ("far", "near")] {
+            running.insert(home, (world.process(home, &serve), address));
+        }
+        let names = || homes.iter().map(|(home, ..)| *home);
+        let pairs = names().flat_map(|home| names().map(move |peer| (home, peer)));
+        let pairs: Vec<_> = pairs.filter(|(home, peer)| home != peer).collect();
+        for (home, peer) in &pairs {
             let ticket = world.run(peer, &["ticket", "--can", "send,host"]).ok().out;
             let pair = ["pair", ticket.trim(), "--name", peer];
             world.run(home, &pair).ok();
         }
-        for (home, peer) in [("near", "far"), ("far", "near")] {
+        for (home, peer) in &pairs {
             let can = ["peers", "set", peer, "--can", "send,host"];
             world.run(home, &can).ok();
         }
@@ -71,15 +101,19 @@ impl Sites {
 
     /// The same with environment variables.
     fn restart_with(&mut self, home: &str, variables: &[(&str, &str)]) {
-        let site = &mut self.running[usize::from(home == "far")].0;
+        let site = self.site(home);
         site.signal("KILL");
         site.wait();
         self.serve_again(home, variables);
     }
 
+    fn site(&mut self, home: &str) -> &mut Site {
+        &mut self.running.get_mut(home).unwrap().0
+    }
+
     /// Starts a site that has ended.
     fn serve_again(&mut self, home: &str, variables: &[(&str, &str)]) {
-        let (site, address) = &mut self.running[usize::from(home == "far")];
+        let (site, address) = self.running.get_mut(home).unwrap();
         let serve = ["serve", "--listen", address];
         *site = self.world.process_with(home, &serve, variables);
     }
@@ -131,8 +165,8 @@ impl Sites {
 impl Drop for Sites {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            for (site, address) in &self.running {
-                println!("the log of the site at {address}:\n{}", site.log());
+            for (home, (site, _)) in &self.running {
+                println!("the log of {home}:\n{}", site.log());
             }
         }
     }
@@ -153,9 +187,16 @@ struct Moving {
 
 impl Moving {
     fn begin(sites: &Sites, from: &str, to: &str, options: &[&str]) -> Moving {
-        let machine = sites.hypervisor(from);
-        let args = [&["migrate", &machine, to, "--json"], options].concat();
-        let mut command = sites.world.drover(from, &args);
+        Self::begin_of(sites, &sites.hypervisor(from), from, to, options)
+    }
+
+    /// The same of this machine.
+    fn begin_of(sites: &Sites, machine: &str, from: &str, to: &str, options: &[&str]) -> Moving {
+        let args = [&["migrate", machine, to, "--json"], options].concat();
+        Self::spawn(sites.world.drover(from, &args))
+    }
+
+    fn spawn(mut command: Command) -> Moving {
         let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut process = piped.spawn().unwrap();
         let lines = BufReader::new(process.stdout.take().unwrap()).lines();
@@ -288,6 +329,12 @@ async fn a_machine_moves_and_comes_back() {
             last["event"].clone()
         };
         assert_eq!(events(from), "machine-left");
+        // Whoever sent the images may not remove them while the machine is there.
+        let image = format!("{to}:web-0.raw");
+        sites
+            .world
+            .run(from, &["rm", &image, "--yes"])
+            .fails(3, &["web-0.raw"]);
         assert_eq!(events(to), "machine-arrived");
         let indexed = sites.world.run("near", &["images", "--json"]).ok().json();
         assert!(

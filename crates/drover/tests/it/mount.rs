@@ -10,6 +10,7 @@ mod exports;
 mod files;
 mod full;
 mod generations;
+mod killed;
 mod leases;
 mod links;
 mod local;

@@ -63,6 +63,46 @@ impl Shared {
         Ok(evicted)
     }
 
+    /// Drops units that nobody uses, written or not.
+    pub(super) fn forget(&self, range: Range<usize>) -> Result<(), DeviceError> {
+        let _turn = self.turn()?;
+        for piece in self.pieces(self.bytes(&self.units(&range))) {
+            let _stripe = self.stripe(piece.start).write();
+            let mut dirty = self.dirty.lock();
+            if self.is_closed() {
+                return Err(DeviceError::Closed);
+            }
+            // What the kernel knows of a page goes with it: there may be very many ranges, and a scan takes time.
+            let pages = piece.start / self.page..piece.end / self.page;
+            for unit in self.units(&piece) {
+                // What is known of the device may be out of date.
+                self.table.has_data(unit);
+                if self.table.claim_present(unit) {
+                    if let Err(error) = self.try_discard(unit..unit + 1) {
+                        self.settle(unit..unit + 1, PageState::Present);
+                        self.wake(self.units(&piece));
+                        return Err(std::io::Error::from(error).into());
+                    }
+                    self.gone(unit);
+                } else if self.table.claim_failed(unit) {
+                    if let Err(error) = self.try_discard(unit..unit + 1) {
+                        self.settle(unit..unit + 1, PageState::Failed);
+                        self.wake(self.units(&piece));
+                        return Err(std::io::Error::from(error).into());
+                    }
+                    self.settle(unit..unit + 1, PageState::Absent);
+                } else if self.table.state(unit) == PageState::Busy {
+                    let text = format!("{} bytes at {} are in use", piece.len(), piece.start);
+                    return Err(DeviceError::Unavailable(text));
+                }
+            }
+            dirty.marked.clear(pages.clone());
+            dirty.unpushed.clear(pages);
+            self.wake(self.units(&piece));
+        }
+        Ok(())
+    }
+
     /// For memory that no pointer writes to now.
     fn evict_at_once(&self, dirty: &mut Dirty, piece: &Range<usize>) -> Result<u64, DeviceError> {
         self.harvest(dirty, piece.clone())?;
@@ -208,13 +248,19 @@ impl Shared {
         self.bytes(&(unit..unit + 1)).len() as u64
     }
 
-    /// Drops the memory of busy units.
+    /// Drops the memory of busy units, if the kernel can: else it stays, and holds what the device has.
     pub(super) fn discard(&self, units: Range<usize>) {
-        let bytes = self.bytes(&units);
-        // SAFETY: the device has the same contents, or there are none: the next touch brings them back.
-        if let Err(error) = unsafe { self.memory.discard(bytes.start, bytes.len()) } {
-            tracing::warn!("cannot release memory at {}: {error}", bytes.start);
+        let start = self.bytes(&units).start;
+        if let Err(error) = self.try_discard(units) {
+            tracing::warn!("cannot release memory at {start}: {error}");
         }
+    }
+
+    fn try_discard(&self, units: Range<usize>) -> Result<(), Errno> {
+        let bytes = self.bytes(&units);
+        // SAFETY: the device has the same contents, or there are none, or they are to be forgotten: the next touch brings them
+        // back.
+        unsafe { self.memory.discard(bytes.start, bytes.len()) }
     }
 
     /// Records the arrival of units, for the limit.
@@ -328,6 +374,36 @@ mod tests {
         }
         // It counts as dirty, and reaches the device.
         assert_eq!(region.push().unwrap().bytes, 3 * page as u64);
+    }
+
+    #[test]
+    fn what_cannot_be_forgotten_is_said() {
+        let page = rustix::param::page_size();
+        let options = Options {
+            writable: true,
+            ..Options::default()
+        };
+        let device = Arc::new(MemoryDevice::new(4 * page as u64));
+        let region = match Region::new(device, options) {
+            Ok(region) => region,
+            Err(error) => return eprintln!("SKIP: {error}"),
+        };
+        region.write_at(page as u64, &[7]).unwrap();
+        let address = region.shared.memory.address(page) as *mut std::ffi::c_void;
+        // The kernel does not release locked memory.
+        // SAFETY: inside the region, which lives until the end.
+        if let Err(error) = unsafe { rustix::mm::mlock(address, page) } {
+            return eprintln!("SKIP: {error}");
+        }
+        region.forget(page as u64, page as u64).unwrap_err();
+        // SAFETY: as above.
+        unsafe { rustix::mm::munlock(address, page) }.unwrap();
+        let mut found = [0];
+        region.read_at(page as u64, &mut found).unwrap();
+        assert_eq!(found, [7]);
+        region.forget(page as u64, page as u64).unwrap();
+        region.read_at(page as u64, &mut found).unwrap();
+        assert_eq!(found, [0]);
     }
 
     #[test]

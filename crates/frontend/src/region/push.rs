@@ -131,7 +131,8 @@ impl Shared {
         Ok(pushed)
     }
 
-    fn turn(&self) -> Result<parking_lot::MutexGuard<'_, ()>, DeviceError> {
+    /// The right to push.
+    pub(super) fn turn(&self) -> Result<parking_lot::MutexGuard<'_, ()>, DeviceError> {
         if !self.writable {
             return Err(DeviceError::ReadOnly);
         }

@@ -69,7 +69,8 @@ impl Machine {
         started
     }
 
-    /// Stops the NBD server, all its exports and connections.
+    /// Stops the NBD server, all its exports and connections. Nobody may be opening a connection meanwhile: QEMU waits for
+    /// those forever, and the machine with it (seen in 7.2).
     ///
     /// # Errors
     /// Those of [`Qmp::run`](crate::qmp::Qmp::run).

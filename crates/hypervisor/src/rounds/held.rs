@@ -91,14 +91,18 @@ pub struct Moment {
     pub devices: Vec<String>,
     /// The bitmap that begins to record.
     pub bitmap: String,
+    /// The bitmap that has recorded so far, if any, and stops.
+    pub ends: Option<String>,
     pub granularity: u32,
 }
 
 impl Moment {
-    /// Begins to record, and to hold. Several disks share the moment by a pause of the machine, of milliseconds.
+    /// Begins to record, and to hold. Several disks, and bitmaps that end, share the moment by a pause of the machine, of
+    /// milliseconds.
     pub async fn take(self) -> Result<(), HypervisorError> {
         let machine = &self.machine;
-        let Some(first) = self.nodes.get(1).and(self.nodes.first()) else {
+        let shares = self.nodes.len() > 1 || self.ends.is_some();
+        let Some(first) = self.nodes.first().filter(|_| shares) else {
             return self.switch().await;
         };
         if machine.status().await? != RunState::Running {
@@ -131,7 +135,10 @@ impl Moment {
                 name: &self.bitmap,
                 granularity: self.granularity,
             };
-            [record, Action::AddMark { node, name: filter }]
+            let mark = Action::AddMark { node, name: filter };
+            let end = self.ends.as_ref();
+            let end = end.map(|name| Action::DisableBitmap { node, name });
+            [record, mark].into_iter().chain(end)
         });
         self.machine
             .transaction(&actions.collect::<Vec<_>>())

@@ -147,7 +147,7 @@ mod tests {
         let longest = Names {
             name: "n".repeat(MAX_NAME),
         };
-        let last = super::super::MAX_DISKS - 1;
+        let last = 99;
         let [filter, scratch, held] = [
             longest.filter(last),
             longest.scratch(last),

@@ -16,6 +16,16 @@ const MODULES: [&str; 6] = [
     "drivers/block/virtio_blk.ko",
 ];
 
+/// In this order, too: what a disk with an ext4 needs.
+const EXT4: [&str; 6] = [
+    "lib/crc16.ko",
+    "fs/mbcache.ko",
+    "fs/jbd2/jbd2.ko",
+    "crypto/crc32c_generic.ko",
+    "lib/libcrc32c.ko",
+    "fs/ext4/ext4.ko",
+];
+
 /// The files of a guest.
 #[derive(Debug, Clone)]
 pub struct Guest {
@@ -32,6 +42,19 @@ impl Guest {
     /// When the program does not compile, or a file cannot be written.
     #[must_use]
     pub fn build(test: &str, directory: &Path) -> Option<Guest> {
+        Self::with_modules(test, directory, &MODULES)
+    }
+
+    /// The same, which can use a second disk with an ext4, too.
+    ///
+    /// # Panics
+    /// As [`Guest::build`].
+    #[must_use]
+    pub fn build_with_ext4(test: &str, directory: &Path) -> Option<Guest> {
+        Self::with_modules(test, directory, &[MODULES, EXT4].concat())
+    }
+
+    fn with_modules(test: &str, directory: &Path, wanted: &[&str]) -> Option<Guest> {
         let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lab/cache/guest/trixie");
         let Some(kernel) = only(&tree.join("boot"), "vmlinuz-") else {
             return skip(
@@ -57,7 +80,7 @@ impl Guest {
         archive.add("proc", 0o040_755, &[]);
         archive.add("dev/console", 0o020_600, &[]);
         archive.add("init", 0o100_755, &fs::read(&init).expect("the program"));
-        let found = MODULES.iter().flat_map(|module| {
+        let found = wanted.iter().flat_map(|module| {
             let path = modules.join("kernel").join(module);
             [path.clone(), path.with_extension("ko.xz")]
         });

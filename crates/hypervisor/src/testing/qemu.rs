@@ -94,6 +94,15 @@ impl Launch {
         self
     }
 
+    /// With the guest writing each record to its second disk, too, after the first.
+    #[must_use]
+    pub fn both(mut self) -> Self {
+        if let Some(line) = self.arguments.last_mut() {
+            line.push_str(" both=1");
+        }
+        self
+    }
+
     /// Waiting for a migration, paused.
     #[must_use]
     pub fn incoming(self) -> Self {
@@ -137,7 +146,7 @@ impl Launch {
             .spawn()
             .expect("a QEMU that starts");
         Qemu {
-            child,
+            child: Some(child),
             socket: file("qmp"),
             console: file("console"),
             log: file("log"),
@@ -149,7 +158,8 @@ impl Launch {
 /// A running QEMU. It is killed when this is dropped.
 #[derive(Debug)]
 pub struct Qemu {
-    child: Child,
+    /// None where another program runs it.
+    child: Option<Child>,
     socket: PathBuf,
     console: PathBuf,
     log: PathBuf,
@@ -157,6 +167,19 @@ pub struct Qemu {
 }
 
 impl Qemu {
+    /// One that another program runs, of whom there is the console `NAME.console` and all that was said there in `NAME.log`.
+    #[must_use]
+    pub fn of_another(directory: &Path, name: &str) -> Qemu {
+        let file = |kind: &str| directory.join(format!("{name}.{kind}"));
+        Qemu {
+            child: None,
+            socket: file("qmp"),
+            console: file("console"),
+            log: file("log"),
+            errors: file("err"),
+        }
+    }
+
     /// Its QMP socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
@@ -187,7 +210,8 @@ impl Qemu {
     /// # Panics
     /// When the system does not tell.
     pub fn running(&mut self) -> bool {
-        self.child.try_wait().expect("a child").is_none()
+        let child = self.child.as_mut();
+        child.is_none_or(|child| child.try_wait().expect("a child").is_none())
     }
 
     /// Waits until the process has ended.
@@ -204,8 +228,10 @@ impl Qemu {
 
     /// Kills the process, as a machine that loses its power.
     pub fn kill(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 
     /// What QEMU has complained about.

@@ -156,6 +156,41 @@ async fn what_is_held_does_not_change() {
 }
 
 #[tokio::test]
+async fn one_state_after_another_is_held_and_what_differs_is_known() {
+    let test = "one_state_after_another_is_held_and_what_differs_is_known";
+    let Some(()) = program(test) else { return };
+    let web = Web::start("").await;
+    let (path, machine) = (web.dir.path(), &web.machine);
+    let scratch = web.path("scratch");
+    let mut rounds = web.begin(4096, &scratch).await.unwrap();
+    for n in 2..5 {
+        write(machine, 0, n, 1).await;
+        write(machine, 1, 2 * n, 1).await;
+        let dirty = rounds.hold_next(&scratch).await.unwrap();
+        assert_eq!(machine.status().await.unwrap(), RunState::Running);
+        for name in ["a", "b"] {
+            let [disk, then] = ["raw", "then"].map(|kind| path.join(format!("{name}.{kind}")));
+            fs::copy(disk, then).unwrap();
+        }
+        // That is in the next one.
+        write(machine, 0, n, 9).await;
+        let bytes: Vec<u64> = dirty.iter().map(|view| view.bytes).collect();
+        assert_eq!(bytes, [if n > 2 { 8192 } else { 4096 }, 4096]);
+        copy_both(&rounds.held().await.unwrap().unwrap(), path).await;
+        equal(path, "then", "copy");
+        if n > 2 {
+            // Or at once: the next one ends what this one holds.
+            rounds.rest().await.unwrap();
+            assert_eq!(used(machine).await, web.nodes);
+            assert!(machine.exports().await.unwrap().is_empty());
+        }
+    }
+    rounds.end().await.unwrap();
+    web.is_as_before().await;
+    machine.quit().await.unwrap();
+}
+
+#[tokio::test]
 async fn a_full_scratch_ends_what_is_held_and_spares_the_machine() {
     let test = "a_full_scratch_ends_what_is_held_and_spares_the_machine";
     let Some(()) = program(test) else { return };

@@ -3,17 +3,16 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use drover_hypervisor::machine::Machine;
 use drover_net::service::{IncomingCall, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::machine::{MAX_DISKS, MachineRecord, Move, Other};
 
-use super::hypervisor::give_disks;
+use super::waiting::Waiting;
 use super::{Coming, Entry, Happened, Moves, Prepared, Site, crash, failed, to_the_end};
-use crate::disks::Writing;
 use crate::error::MigrateError;
+use crate::hold::hold;
 use crate::leecher::{Event, Leecher};
-use crate::protocol::{Answer, Ask, MAX_DEVICE, MAX_WHY, OpenMove, kind};
+use crate::protocol::{Answer, Ask, Kind, MAX_DEVICE, MAX_WHY, OpenMove, kind};
 use crate::talk::Talk;
 
 /// A conversation about a move.
@@ -30,9 +29,9 @@ impl<S: Site> Moves<S> {
     pub(super) async fn converse(
         self: &Arc<Self>,
         peer: &Peer,
+        offer: Arc<OpenMove>,
         mut call: IncomingCall,
     ) -> Result<(), MigrateError> {
-        let offer: Arc<OpenMove> = Arc::new(call.request()?);
         let (moves, peer, about) = (Arc::clone(self), peer.clone(), peer.clone());
         let opened = to_the_end(async move { moves.open(&peer, offer).await }).await?;
         let (conversation, answer) = match opened {
@@ -74,7 +73,7 @@ impl<S: Site> Moves<S> {
         check(&offer)?;
         let name = &offer.machine;
         let disks: Vec<_> = offer.disks.iter().map(|disk| disk.image.clone()).collect();
-        self.site.allow(peer, name, &disks).await?;
+        self.site.allow(peer, name, &[]).await?;
         let entry = self.entry(name)?;
         let from = Other {
             key: peer.key.0,
@@ -120,11 +119,25 @@ impl<S: Site> Moves<S> {
         let known = self.site.machines().load(name)?;
         let mut actions = Vec::new();
         let mut leecher = Leecher::start(known.as_ref(), &offer, from.clone(), &mut actions)?;
-        if leecher.may_begin() && leecher.record().disks != disks {
+        // A seeder that has committed, and whose hypervisor has ended, does not say.
+        if leecher.may_begin() && !disks.is_empty() && leecher.record().disks != disks {
             let text = format!(
                 "{name} has other disks now than when this move began: give it up, and begin anew"
             );
             return Err(Refusal::new(Code::Denied, text));
+        }
+        if leecher.may_begin() {
+            let disks = &leecher.record().disks;
+            if offer.kind == Kind::Disk && *disks != [name.clone()] {
+                return Err(Refusal::new(
+                    Code::Protocol,
+                    "a disk is one image of its name",
+                ));
+            }
+            if let Some(known) = known.as_ref().filter(|known| known.seed == offer.seed) {
+                self.site.give_disks(name, known, Some(peer)).await;
+            }
+            self.site.allow(peer, name, disks).await?;
         }
         if let Some(known) = known {
             match &known.under_way {
@@ -147,6 +160,7 @@ impl<S: Site> Moves<S> {
             leecher,
             from,
             prepared,
+            rest: None,
             conversation: 0,
             lock: Some(lock),
         });
@@ -176,7 +190,7 @@ impl<S: Site> Moves<S> {
                     ..
                 }) = slot.take()
                 {
-                    prepared.writing.end().await;
+                    prepared.transfer.writing.end().await;
                 }
                 Err(e)
             }
@@ -214,7 +228,11 @@ impl<S: Site> Moves<S> {
             },
             Ask::Arrived => match self.arrived(coming.prepared.as_ref()).await {
                 Ok(()) => {
-                    events.push(Event::Ready);
+                    // What it lacks may still be on its way, by another connection.
+                    events.push(match ready(coming.prepared.as_ref(), about.offer.kind) {
+                        Event::Lost(_) if coming.prepared.is_some() => Event::ReadyInPart,
+                        event => event,
+                    });
                     // A disk that is full shows now, not when the machine is frozen.
                     self.keep(name, coming.leecher.record().clone()).await
                 }
@@ -222,8 +240,13 @@ impl<S: Site> Moves<S> {
             },
             Ask::Commit => {
                 // From the decision on nobody else has it.
-                if let Err(e) = self.arrived(coming.prepared.as_ref()).await {
-                    events.push(Event::Lost(e.to_string()));
+                match self.arrived(coming.prepared.as_ref()).await {
+                    // What it lacks was said since.
+                    Ok(()) if coming.leecher.is_ready() => {
+                        events.push(ready(coming.prepared.as_ref(), about.offer.kind));
+                    }
+                    Ok(()) => {}
+                    Err(e) => events.push(Event::Lost(e.to_string())),
                 }
                 Ok(())
             }
@@ -238,6 +261,14 @@ impl<S: Site> Moves<S> {
             coming.leecher.handle(event, &mut actions);
             let (leecher, prepared) = (&mut coming.leecher, &mut coming.prepared);
             self.act_all(name, leecher, prepared, actions).await?;
+            if coming.leecher.is_partial() && coming.rest.is_none() {
+                let prepared = coming.prepared.as_ref();
+                coming.rest = prepared.map(|prepared| Arc::clone(&prepared.transfer));
+            }
+            if coming.leecher.is_partial() && !coming.leecher.is_starting() {
+                // It runs: its hypervisor is free for others.
+                coming.prepared = None;
+            }
         }
         let mut answer = coming.leecher.answer();
         coming.release_when_over();
@@ -260,36 +291,31 @@ impl<S: Site> Moves<S> {
         // Images of these names may be there meanwhile, and not be the machine's.
         self.site.allow(&about.peer, name, &record.disks).await?;
         let served = self.site.open_disks(name, record).await?;
-        let hypervisor = Machine::connect(self.site.incoming(name).await?).await?;
-        let sizes = served.iter();
-        let disks: Vec<_> = sizes
-            .map(|disk| (disk.device.size(), disk.address.clone()))
-            .collect();
-        give_disks(&hypervisor, offer, &disks).await?;
+        let hypervisor = match self.site.kind() {
+            Kind::Disk => Waiting::Image,
+            Kind::Machine => {
+                let place = self.site.incoming(name).await?;
+                Waiting::connect(&place, self.socket(name)).await?
+            }
+        };
+        hypervisor.prepare(offer, &served).await?;
         Ok(Prepared {
             hypervisor,
+            transfer: self.transfer(name, offer.token, &served, false),
             disks: served,
-            writing: Writing::default(),
         })
     }
 }
 
-/// Wait point for tests: when `DROVER_TEST_HOLD` is `PLACE:PATH`, makes `PATH.held` and waits until there is `PATH`.
-async fn hold(place: &str) {
-    if !cfg!(debug_assertions) {
-        return;
-    }
-    let Ok(held) = std::env::var("DROVER_TEST_HOLD") else {
-        return;
+/// How much of it is there, once the hypervisor has all of it.
+fn ready(prepared: Option<&Prepared>, kind: Kind) -> Event {
+    let Some(Prepared { transfer, .. }) = prepared else {
+        return Event::Lost("it was not prepared".into());
     };
-    if let Some(path) = held
-        .strip_prefix(place)
-        .and_then(|rest| rest.strip_prefix(':'))
-    {
-        let _ = std::fs::write(format!("{path}.held"), "");
-        while !std::path::Path::new(path).exists() {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+    match transfer.left() {
+        0 => Event::Ready,
+        _ if kind == Kind::Machine && transfer.is_said() => Event::ReadyInPart,
+        _ => Event::Lost("what it lacks was not said".into()),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use drover_core::ImageName;
 use drover_device::backend::nbd::NbdAddress;
 use drover_hypervisor::HypervisorError;
 use drover_hypervisor::machine::{
@@ -36,28 +37,44 @@ pub(super) async fn give_disks(
         ));
     }
     machine.set_capabilities(&Capability::NEEDED, true).await?;
+    let devices: Vec<_> = offer
+        .disks
+        .iter()
+        .map(|disk| disk.device.as_str())
+        .collect();
+    attach_all(machine, name, &devices, served).await
+}
+
+/// Gives a hypervisor in which no machine has run yet the disks of one, by the names of its devices where it came from.
+pub(super) async fn attach_all(
+    machine: &Machine,
+    name: &ImageName,
+    devices: &[&str],
+    served: &[(u64, NbdAddress)],
+) -> Result<(), MigrateError> {
+    let wrong = |text: String| Err(MigrateError::Unsupported(text));
     let found = machine.disks().await?.into_iter();
     let found: Vec<_> = found
         .filter_map(|disk| Some((disk.name, disk.medium?)))
         .filter(|(_, medium)| !medium.read_only)
         .collect();
-    if found.len() != served.len() || offer.disks.len() != served.len() {
+    if found.len() != served.len() || devices.len() != served.len() {
         return wrong(format!(
             "the machine {name} has {} writable disks there, and {} here",
             found.len(),
             served.len()
         ));
     }
-    for (n, ((size, address), offered)) in served.iter().zip(&offer.disks).enumerate() {
+    for (n, ((size, address), offered)) in served.iter().zip(devices).enumerate() {
         let same = |(device, _): &&(String, Medium)| {
             // With one there is no doubt.
-            *device == offered.device || served.len() == 1
+            device == offered || served.len() == 1
         };
         let Some((device, medium)) = found.iter().find(same) else {
             let there: Vec<_> = found.iter().map(|(device, _)| device.as_str()).collect();
             return wrong(format!(
                 "the machine {name} has no disk called {} there, but {}: give the devices the same id",
-                offered.device,
+                offered,
                 there.join(", ")
             ));
         };

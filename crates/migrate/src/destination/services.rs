@@ -6,15 +6,30 @@ use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
 use drover_teleport::{Effort, Pace};
 
-use super::hypervisor::receive_stream;
-use super::{Moves, Site};
-use crate::protocol::{OpenMove, SendDisks, SendMemory};
-use crate::{disks, memory};
+use super::{Moves, Pending, Site};
+use crate::memory;
+use crate::protocol::{FetchDisks, Kind, OpenMove, SendDisks, SendMemory};
+
+/// The moves to a site, of each kind.
+pub trait AllMoves: Send + Sync + 'static {
+    /// What it gives to them.
+    type Site: Site;
+
+    /// Those of a kind that a peer may make.
+    ///
+    /// # Errors
+    /// When it may make none.
+    fn of<'a>(
+        &'a self,
+        peer: &'a Peer,
+        kind: Kind,
+    ) -> Pending<'a, Result<Arc<Moves<Self::Site>>, Refusal>>;
+}
 
 /// Serves [`OpenMove`].
-pub struct Conversations<S>(pub Arc<Moves<S>>);
+pub struct Conversations<A>(pub Arc<A>);
 
-impl<S: Site> Service for Conversations<S> {
+impl<A: AllMoves> Service for Conversations<A> {
     fn id(&self) -> &'static str {
         OpenMove::SERVICE
     }
@@ -25,9 +40,14 @@ impl<S: Site> Service for Conversations<S> {
 
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
+            let offer: Arc<OpenMove> = Arc::new(call.request()?);
+            let moves = match self.0.of(&peer, offer.kind).await {
+                Ok(moves) => moves,
+                Err(refusal) => return Ok(call.refuse(&refusal).await?),
+            };
             let mut stop = call.stop.clone();
             tokio::select! {
-                ended = self.0.converse(&peer, call) => Ok(ended?),
+                ended = moves.converse(&peer, offer, call) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
             }
         })
@@ -35,9 +55,9 @@ impl<S: Site> Service for Conversations<S> {
 }
 
 /// Serves [`SendDisks`].
-pub struct DiskWrites<S>(pub Arc<Moves<S>>);
+pub struct DiskWrites<A>(pub Arc<A>);
 
-impl<S: Site> Service for DiskWrites<S> {
+impl<A: AllMoves> Service for DiskWrites<A> {
     fn id(&self) -> &'static str {
         SendDisks::SERVICE
     }
@@ -49,17 +69,55 @@ impl<S: Site> Service for DiskWrites<S> {
     fn serve(&self, peer: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let request: SendDisks = call.request()?;
-            let found = self.0.prepared(&peer, &request.machine, request.token);
-            let prepared = match found.await {
-                Ok(prepared) => prepared,
+            let found = async {
+                let moves = self.0.of(&peer, request.kind).await?;
+                let found = moves.transfer_of(&peer, &request.machine, request.token);
+                found.await
+            };
+            let transfer = match found.await {
+                Ok(transfer) => transfer,
                 Err(refusal) => return Ok(call.refuse(&refusal).await?),
             };
             call.accept::<SendDisks>(&()).await?;
             call.writer.flush().await?;
-            let devices = prepared.disks.into_iter().map(|disk| disk.device).collect();
-            let (mut stop, writing) = (call.stop.clone(), prepared.writing);
+            let (mut stop, writing) = (call.stop.clone(), transfer.writing.clone());
             tokio::select! {
-                ended = disks::receive(devices, writing.clone(), call.reader, call.writer) => Ok(ended?),
+                ended = transfer.receive(call.reader, call.writer) => Ok(ended?),
+                _ = stop.wait_for(|stop| *stop) => Ok(()),
+                () = writing.ended() => Ok(()),
+            }
+        })
+    }
+}
+
+/// Serves [`FetchDisks`].
+pub struct DiskFetches<A>(pub Arc<A>);
+
+impl<A: AllMoves> Service for DiskFetches<A> {
+    fn id(&self) -> &'static str {
+        FetchDisks::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        FetchDisks::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let request: FetchDisks = call.request()?;
+            let found = async {
+                let moves = self.0.of(&peer, Kind::Machine).await?;
+                let found = moves.transfer_of(&peer, &request.machine, request.token);
+                found.await
+            };
+            let transfer = match found.await {
+                Ok(transfer) => transfer,
+                Err(refusal) => return Ok(call.refuse(&refusal).await?),
+            };
+            call.accept::<FetchDisks>(&()).await?;
+            let (mut stop, writing) = (call.stop.clone(), transfer.writing.clone());
+            tokio::select! {
+                ended = transfer.name_and_ask(call.reader, call.writer) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
                 () = writing.ended() => Ok(()),
             }
@@ -68,9 +126,9 @@ impl<S: Site> Service for DiskWrites<S> {
 }
 
 /// Serves [`SendMemory`].
-pub struct MemoryStreams<S>(pub Arc<Moves<S>>);
+pub struct MemoryStreams<A>(pub Arc<A>);
 
-impl<S: Site> Service for MemoryStreams<S> {
+impl<A: AllMoves> Service for MemoryStreams<A> {
     fn id(&self) -> &'static str {
         SendMemory::SERVICE
     }
@@ -82,10 +140,14 @@ impl<S: Site> Service for MemoryStreams<S> {
     fn serve(&self, peer: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let request: SendMemory = call.request()?;
-            let found = self.0.prepared(&peer, &request.machine, request.token);
+            let found = async {
+                let moves = self.0.of(&peer, Kind::Machine).await?;
+                let found = moves.prepared(&peer, &request.machine, request.token);
+                found.await
+            };
             let opened = match found.await {
-                Ok(prepared) => match receive_stream(&prepared.hypervisor).await {
-                    Ok(local) => Ok((local, prepared.writing)),
+                Ok(prepared) => match prepared.hypervisor.receive_stream().await {
+                    Ok(local) => Ok((local, prepared.transfer.writing.clone())),
                     Err(e) => Err(Refusal::new(Code::Failed, e.to_string())),
                 },
                 Err(refusal) => Err(refusal),
@@ -97,10 +159,11 @@ impl<S: Site> Service for MemoryStreams<S> {
             call.accept::<SendMemory>(&()).await?;
             call.writer.flush().await?;
             let (mut stop, back) = (call.stop.clone(), Arc::default());
+            let open = Arc::new(memory::Gate::new(false));
             // What comes back is little.
             let pace = Pace::fixed(Effort::None);
             tokio::select! {
-                ended = memory::carry(local, call.reader, call.writer, pace, back) => Ok(ended?),
+                ended = memory::carry(local, call.reader, call.writer, pace, back, open) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
                 () = writing.ended() => Ok(()),
             }

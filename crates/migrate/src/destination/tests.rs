@@ -9,7 +9,7 @@ use drover_store::machine::{Decision, Generation, Owner, Seed};
 
 use super::conversation::Conversation;
 use super::*;
-use crate::protocol::{DiskOffer, OpenMove};
+use crate::protocol::{DiskOffer, Kind, OpenMove};
 
 struct Home {
     machines: Machines,
@@ -40,13 +40,22 @@ impl Site for Home {
 
     fn happened(&self, _: &ImageName, _: &Other, _: Happened<'_>) {}
 
-    fn refused(&self, _: &Peer, _: &str, _: &Refusal) {}
-
-    fn hypervisor(&self, _: &ImageName) -> Result<PathBuf, Refusal> {
-        Ok(self.directory.path().join("no.qmp"))
+    fn give_disks<'a>(
+        &'a self,
+        _: &'a ImageName,
+        _: &'a MachineRecord,
+        _: Option<&'a Peer>,
+    ) -> Pending<'a, ()> {
+        Box::pin(async {})
     }
 
-    fn incoming<'a>(&'a self, _: &'a ImageName) -> Pending<'a, Result<PathBuf, Refusal>> {
+    fn refused(&self, _: &Peer, _: &str, _: &Refusal) {}
+
+    fn hypervisor(&self, _: &ImageName) -> Result<Place, Refusal> {
+        Ok(Place::Qmp(self.directory.path().join("no.qmp")))
+    }
+
+    fn incoming<'a>(&'a self, _: &'a ImageName) -> Pending<'a, Result<Place, Refusal>> {
         Box::pin(async { panic!("nothing is started") })
     }
 
@@ -95,6 +104,7 @@ fn web() -> ImageName {
 
 fn offer(token: u8, disk: &str) -> Arc<OpenMove> {
     Arc::new(OpenMove {
+        kind: Kind::Machine,
         token: Token([token; 16]),
         machine: web(),
         seed: Seed([7; 16]),

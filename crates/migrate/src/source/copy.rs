@@ -4,29 +4,41 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use drover_hypervisor::HypervisorError;
 use drover_hypervisor::machine::{
     Capability, Channel, Machine, MigrationParameters, MigrationStatus,
 };
 use drover_hypervisor::qmp::Events;
+use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_teleport::Pace;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
-use super::{Driver, MoveEvent, Step, millis, send_images};
+use super::left::bytes_of;
+use super::proof::Proof;
+use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis, send_images};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
-use crate::memory::{self, Carried};
-use crate::protocol::{Ask, SendDisks, SendMemory};
+use crate::memory::{self, Carried, Gate};
+use crate::protocol::{Ask, Kind, SendDisks, SendMemory};
 
 /// Bytes of disks that were written in the last round, under which the machine may be paused.
-const FEW_DIRTY: u64 = 4 << 20;
+pub(super) const FEW_DIRTY: u64 = 4 << 20;
 
 /// Rounds over the disks before memory follows even if they do not become small.
-const MAX_ROUNDS: u32 = 30;
+pub(super) const MAX_ROUNDS: u32 = 30;
 
 /// Interval of rounds over the disks while memory is sent.
-const ROUND_EVERY: Duration = Duration::from_millis(500);
+pub(super) const ROUND_EVERY: Duration = Duration::from_millis(500);
+
+/// What of the disks is little enough to be sent while the machine is paused, however slow the link.
+const LITTLE: u64 = 64 << 10;
+
+/// Rounds beside memory after which it is looked whether they become smaller, and after which they are enough.
+const FEW_ROUNDS: u32 = 3;
+const MANY_ROUNDS: u32 = 20;
+
+/// Interval of looking whether what was delivered is proved.
+const PROOF_POLL: Duration = Duration::from_millis(5);
 
 /// The pause that is aimed at where none is given.
 const DEFAULT_PAUSE: Duration = Duration::from_millis(300);
@@ -48,7 +60,7 @@ const STREAM: &str = "drover";
 
 /// Carries the hypervisor's stream. When it ends the hypervisor finds its socket closed, and does not wait for a link that is
 /// dead.
-struct AbortOnDrop(JoinHandle<Result<(), MigrateError>>);
+pub(super) struct AbortOnDrop(pub JoinHandle<Result<(), MigrateError>>);
 
 impl Drop for AbortOnDrop {
     fn drop(&mut self) {
@@ -65,58 +77,127 @@ impl Driver<'_> {
                 std::future::pending::<()>().await;
             }
         };
+        let libvirt = match &self.hypervisor {
+            Some(Hypervisor::Libvirt(domain)) => Some(domain.clone()),
+            _ => None,
+        };
+        let stalled = async move {
+            match libvirt {
+                Some(domain) => domain::stalled(&domain).await,
+                // QEMU's own machines write to their disks all the time.
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             copied = self.copy_all() => copied,
             () = stopped => Err(MigrateError::Stopped),
+            error = stalled => Err(error),
         }
     }
 
     async fn copy_all(&mut self) -> Result<(), MigrateError> {
         self.step(Step::Images);
-        let machine = self.machine()?.clone();
         self.order(Ask::Begin).await?;
-        let items = self
-            .disks
-            .hold(&machine, &self.options.work, &self.options.scratch)
-            .await?;
+        let mut items = match &mut self.device {
+            Some(device) => device.hold().await?,
+            None => {
+                let hypervisor = self.hypervisor()?.clone();
+                held(&mut self.disks, &hypervisor, &self.options).await?
+            }
+        };
+        // All that was written before the disks were held is recorded by now.
+        if let Some(known) = self
+            .options
+            .generations
+            .clone()
+            .filter(|_| !self.distrusted)
+        {
+            for (disk, item) in (0..).zip(&mut items) {
+                if let (Some(state), Some(of)) = (&mut item.snapshot, known.of(disk).await) {
+                    state.generations = Some(of.into());
+                }
+            }
+        }
         // Sending images survives cuts: the conversation is opened again afterwards.
         self.asker = None;
         let (on_event, stop) = (self.on_event.clone(), self.stop.clone());
-        self.report.image_wire_bytes = send_images(items, &self.options, on_event, stop).await?;
-        self.disks.release().await?;
+        let sent = send_images(items, &self.options, on_event, stop).await?;
+        self.report.image_wire_bytes = sent.wire_bytes;
+        self.report.unread_bytes = sent.unread_bytes;
+        let mut proof = Proof::begin(sent.unread);
+        if sent.unread_bytes == 0 {
+            self.prove(&mut proof).await?;
+        }
         self.connect().await?;
         let lost = self.lost.clone();
+        let followed = async {
+            if self.device.is_some() {
+                return self.follow_device().await;
+            }
+            match self.hypervisor()?.clone() {
+                Hypervisor::Qemu(machine) => self.follow(&machine, &mut proof).await,
+                Hypervisor::Libvirt(domain) => {
+                    self.prove(&mut proof).await?;
+                    self.follow_domain(&domain).await
+                }
+            }
+        };
         tokio::select! {
-            followed = self.follow(&machine) => followed,
+            followed = followed => followed,
             () = lost.notified() => Err(MigrateError::Lost),
         }
     }
 
     /// Copies what follows the images.
-    async fn follow(&mut self, machine: &Machine) -> Result<(), MigrateError> {
+    async fn follow(&mut self, machine: &Machine, proof: &mut Proof) -> Result<(), MigrateError> {
         self.order(Ask::Prepare).await?;
         self.step(Step::Disks);
         let request = SendDisks {
+            kind: Kind::Machine,
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
         let (reader, writer) = self.call(&request).await?;
         let sent = Arc::new(Sent::default());
         let mut writer = DiskWriter::new(reader, writer, sent.clone());
-        for _ in 0..MAX_ROUNDS {
-            if self.round(&mut writer).await? < FEW_DIRTY {
+        self.offer_rest(&sent).await?;
+        let at_once = self.rest.is_some() && self.options.post_copy == PostCopy::AtOnce;
+        let mut before = u64::MAX;
+        for _ in 0..if at_once { 0 } else { MAX_ROUNDS } {
+            let bytes = self.round(&mut writer).await?;
+            let is_stuck = self.rest.is_some() && bytes > before / 5 * 4;
+            if bytes < FEW_DIRTY || is_stuck {
                 break;
             }
+            before = bytes;
         }
 
         self.step(Step::Memory);
         let memory = Arc::new(Carried::default());
-        let (mut events, carried) = self.begin_memory(&memory).await?;
-        self.until_switch(&mut events, &mut writer).await?;
+        if proof.is_pending() && self.disks.memory_bytes <= memory::BUFFERED_MEMORY {
+            // None of it could be sent before.
+            self.prove(proof).await?;
+        }
+        let gate = Arc::new(Gate::new(proof.is_pending()));
+        let (mut events, carried) = self.begin_memory(machine, &memory, &gate).await?;
+        self.until_proved(machine, &mut events, proof, &gate)
+            .await?;
+        match at_once {
+            true => self.wait_for_switch(machine, &mut events).await?,
+            false => self.until_switch(machine, &mut events, &mut writer).await?,
+        }
         let paused = Instant::now();
         self.paused = Some(paused);
         self.step(Step::Switch);
-        self.disks.send_round(&mut writer).await?;
+        let last = self.disks.next_round().await?;
+        let bytes = bytes_of(&last);
+        if self.rest.is_some() && bytes > 0 && (at_once || !self.fits(bytes)) {
+            self.leave(&last, &mut writer).await?;
+            writer.flush().await?;
+        } else {
+            self.rest = None;
+            disks::send(last, &mut writer).await?;
+        }
         self.report.rounds += 1;
         self.report.pause.disks_ms = millis(paused);
         let switched = Instant::now();
@@ -137,17 +218,76 @@ impl Driver<'_> {
         self.report.memory_wire_bytes = memory.packed.load(Ordering::Relaxed);
         self.report.disk_bytes = sent.disk.load(Ordering::Relaxed);
         self.report.disk_wire_bytes = sent.packed.load(Ordering::Relaxed);
+        self.goes_on_with(writer);
         Ok(())
     }
 
-    fn step(&self, step: Step) {
+    /// Whether so much of the disks can be sent while the machine is paused.
+    fn fits(&self, bytes: u64) -> bool {
+        let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
+        let seconds = match self.rate {
+            // No round was large enough to tell.
+            0.0 => 0.0,
+            rate => bytes as f64 / rate,
+        };
+        bytes <= LITTLE || bytes < FEW_DIRTY && seconds <= pause.as_secs_f64()
+    }
+
+    fn note_rate(&mut self, bytes: u64, begun: Instant) {
+        if bytes > LITTLE {
+            self.rate = bytes as f64 / begun.elapsed().as_secs_f64().max(1e-6);
+        }
+    }
+
+    /// Waits until what was delivered is proved; then its state is needed no more.
+    async fn prove(&mut self, proof: &mut Proof) -> Result<(), MigrateError> {
+        proof.done().await?;
+        match &self.device {
+            Some(device) => {
+                device.release();
+                Ok(())
+            }
+            None => self.disks.release().await,
+        }
+    }
+
+    /// The same while memory is sent, but not all of it: the state must be released before the hypervisor switches.
+    async fn until_proved(
+        &mut self,
+        machine: &Machine,
+        events: &mut Events,
+        proof: &mut Proof,
+        gate: &Gate,
+    ) -> Result<(), MigrateError> {
+        while proof.is_pending() {
+            let switch = MigrationStatus::PreSwitchover;
+            let waited = machine.wait_migration(events, &switch, PROOF_POLL);
+            match waited.await {
+                Ok(()) => return Err(MigrateError::TooEarly),
+                Err(HypervisorError::NotSeen { .. }) => {}
+                Err(e) => return Err(e.into()),
+            }
+            if proof.is_finished() {
+                self.prove(proof).await?;
+            } else if let Some(ram) = machine.migration().await?.ram {
+                gate.admit(ram.remaining);
+                (self.on_event)(MoveEvent::Memory(ram));
+            }
+        }
+        gate.open();
+        Ok(())
+    }
+
+    pub(super) fn step(&self, step: Step) {
         (self.on_event)(MoveEvent::Step(step));
     }
 
     /// Sends what was written to the disks since the last round; bytes.
     async fn round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+        let begun = Instant::now();
         let bytes = self.send_round(writer).await?;
         writer.flushed().await?;
+        self.note_rate(bytes, begun);
         self.disks.confirm().await?;
         Ok(bytes)
     }
@@ -166,9 +306,10 @@ impl Driver<'_> {
     /// Lets the hypervisor send its memory.
     async fn begin_memory(
         &self,
+        machine: &Machine,
         sent: &Arc<Carried>,
+        gate: &Arc<Gate>,
     ) -> Result<(Events, AbortOnDrop), MigrateError> {
-        let machine = self.machine()?;
         machine.set_capabilities(&Capability::NEEDED, true).await?;
         // A guest that writes faster than the link is slowed down until it fits.
         machine
@@ -188,68 +329,117 @@ impl Driver<'_> {
         let (reader, mut writer) = self.call(&request).await?;
         // What waits here when the machine is paused makes the pause longer.
         writer.keep_little_unsent();
-        let send = &self.options.send;
-        let pace = match send.compress {
-            Some(effort) => Pace::fixed(effort),
-            None => {
-                let limit = send.limit.as_ref().map(|limit| limit.bytes_per_second());
-                Pace::of_link(opening.elapsed() / OPENING_ROUND_TRIPS, limit)
-            }
-        };
+        let pace = self.pace(opening.elapsed());
         let (ours, theirs) = UnixStream::pair().map_err(MigrateError::Stream)?;
         let theirs = theirs.into_std().map_err(MigrateError::Stream)?;
         machine.pass_descriptor(STREAM, theirs).await?;
-        let sent = sent.clone();
-        let carry = memory::carry(ours, reader, writer, pace, sent);
+        let (sent, gate) = (sent.clone(), gate.clone());
+        let carry = memory::carry(ours, reader, writer, pace, sent, gate);
         let carried = AbortOnDrop(tokio::spawn(carry));
         let events = machine.events();
         machine.migrate(&Channel::Descriptor(STREAM.into())).await?;
         Ok((events, carried))
     }
 
+    /// How well memory is compressed over a link on which a call took so long to open.
+    pub(super) fn pace(&self, opened_in: Duration) -> Pace {
+        let send = &self.options.send;
+        match send.compress {
+            Some(effort) => Pace::fixed(effort),
+            None => {
+                let limit = send.limit.as_ref().map(|limit| limit.bytes_per_second());
+                Pace::of_link(opened_in / OPENING_ROUND_TRIPS, limit)
+            }
+        }
+    }
+
     /// Sends the disks' rounds until the hypervisor has paused the machine for the switch, which it may do once the disks
-    /// are ready.
+    /// are ready: little is written to them between two rounds, or they will not become so and the rest can follow later.
     async fn until_switch(
         &mut self,
+        machine: &Machine,
         events: &mut Events,
         writer: &mut DiskWriter,
     ) -> Result<(), MigrateError> {
-        let machine = self.machine()?.clone();
-        let begun = Instant::now();
         let mut allowed = false;
+        let (mut rounds, mut before) = (0, u64::MAX);
         let switch = MigrationStatus::PreSwitchover;
+        let mut waiting = Waiting::begin();
         loop {
+            let begun = Instant::now();
             let sent = self.send_round(writer).await?;
             tokio::select! {
                 flushed = writer.flushed() => flushed?,
                 // The last round follows at once, with all of this one.
                 switched = machine.wait_migration(events, &switch, MEMORY_LIMIT) => return Ok(switched?),
             }
+            self.note_rate(sent, begun);
             self.disks.confirm().await?;
-            if sent < FEW_DIRTY && !allowed {
+            rounds += 1;
+            let is_stuck = rounds >= FEW_ROUNDS && sent > before / 5 * 4 || rounds >= MANY_ROUNDS;
+            if !allowed && (sent < FEW_DIRTY || self.rest.is_some() && is_stuck) {
                 allowed = true;
-                let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
-                let parameters = MigrationParameters {
-                    downtime_limit: Some(pause.as_millis() as u64),
-                    ..MigrationParameters::default()
-                };
-                machine.set_parameters(&parameters).await?;
+                self.allow_switch(machine).await?;
             }
-            let waited = machine.wait_migration(events, &switch, ROUND_EVERY);
-            match waited.await {
-                Ok(()) => return Ok(()),
-                Err(HypervisorError::NotSeen { .. }) => {}
-                Err(e) => return Err(e.into()),
+            before = sent;
+            if waiting.is_over(self, machine, events).await? {
+                return Ok(());
             }
-            if let Some(ram) = machine.migration().await?.ram {
-                (self.on_event)(MoveEvent::Memory(ram));
-            }
-            if begun.elapsed() > MEMORY_LIMIT {
-                return Err(MigrateError::TooLong {
-                    what: "copying memory",
-                    seconds: MEMORY_LIMIT.as_secs(),
-                });
-            }
+        }
+    }
+
+    /// As [`Self::until_switch`] without rounds: all of it follows later.
+    async fn wait_for_switch(
+        &mut self,
+        machine: &Machine,
+        events: &mut Events,
+    ) -> Result<(), MigrateError> {
+        self.allow_switch(machine).await?;
+        let mut waiting = Waiting::begin();
+        while !waiting.is_over(self, machine, events).await? {}
+        Ok(())
+    }
+
+    async fn allow_switch(&self, machine: &Machine) -> Result<(), MigrateError> {
+        let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
+        let parameters = MigrationParameters {
+            downtime_limit: Some(pause.as_millis() as u64),
+            ..MigrationParameters::default()
+        };
+        Ok(machine.set_parameters(&parameters).await?)
+    }
+}
+
+/// A wait for the switch.
+struct Waiting(Instant);
+
+impl Waiting {
+    fn begin() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Waits for some time; whether the hypervisor has paused the machine.
+    async fn is_over(
+        &mut self,
+        driver: &Driver<'_>,
+        machine: &Machine,
+        events: &mut Events,
+    ) -> Result<bool, MigrateError> {
+        let switch = MigrationStatus::PreSwitchover;
+        match machine.wait_migration(events, &switch, ROUND_EVERY).await {
+            Ok(()) => return Ok(true),
+            Err(HypervisorError::NotSeen { .. }) => {}
+            Err(e) => return Err(e.into()),
+        }
+        if let Some(ram) = machine.migration().await?.ram {
+            (driver.on_event)(MoveEvent::Memory(ram));
+        }
+        match self.0.elapsed() > MEMORY_LIMIT {
+            false => Ok(false),
+            true => Err(MigrateError::TooLong {
+                what: "copying memory",
+                seconds: MEMORY_LIMIT.as_secs(),
+            }),
         }
     }
 }

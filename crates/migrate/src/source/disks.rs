@@ -8,13 +8,16 @@ use std::sync::Arc;
 use drover_core::{BlockDevice, Digest, ImageName, ReadAt};
 use drover_device::backend::NbdDevice;
 use drover_device::backend::nbd::NbdOptions;
-use drover_hypervisor::machine::{Data, Machine, RunState};
+use drover_hypervisor::libvirt::Disk;
+use drover_hypervisor::machine::{Data, Machine, Medium, RunState};
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::{HypervisorError, Rounds};
 use drover_image::{Conversion, Format, Layout, Outgoing};
 use drover_store::machine::MAX_DISKS;
 use drover_teleport::{SendItem, Snapshot};
+use tokio::sync::RwLock;
 
+use super::left::{LeftDisk, Round, bytes_of};
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::protocol::DiskOffer;
@@ -22,8 +25,11 @@ use crate::protocol::DiskOffer;
 /// The name of our series of rounds in a hypervisor: there is one move of a machine at a time.
 const SERIES: &str = "move";
 
+/// The same of a machine that is replicated.
+pub(crate) const REPLICA: &str = "replica";
+
 /// Bytes for each bit of a bitmap: what the file systems of guests write at least.
-const GRANULARITY: u32 = 4096;
+pub(crate) const GRANULARITY: u32 = 4096;
 
 /// Longest range that is asked for its extents at once.
 const EXTENTS_AT_ONCE: u64 = 1 << 30;
@@ -38,13 +44,22 @@ pub struct Disks {
     pub offers: Vec<DiskOffer>,
     /// The machine's memory.
     pub memory_bytes: u64,
-    /// The files that they are, as far as they are files.
-    pub files: Vec<PathBuf>,
+    /// The files that they are, as far as they are files, with their places.
+    pub files: Vec<(u32, PathBuf)>,
+    /// The disks of a machine of libvirt.
+    pub domain: Vec<Disk>,
     /// Their block nodes.
     nodes: Vec<String>,
+    /// What the nodes are.
+    media: Vec<Medium>,
     /// What is written to them.
     rounds: Option<Rounds>,
+    opening: Opening,
 }
+
+/// Shared by those who open a connection to the hypervisor's NBD server, also after whoever wanted it has given up: until it
+/// is open, a QEMU that is to end its server waits for it forever, and its machine with it.
+pub(crate) type Opening = Arc<RwLock<()>>;
 
 impl Disks {
     /// The disks of a machine that can move, whose images there are called after `name`.
@@ -65,45 +80,12 @@ impl Disks {
                 "another program migrates the machine: its migration is {migration}"
             )));
         }
-        let memory_bytes = machine.description().await?.memory;
-        let (mut nodes, mut offers, mut files) = (Vec::new(), Vec::new(), Vec::new());
-        let writable = machine.disks().await?.into_iter();
-        let writable: Vec<_> = writable
-            .filter_map(|disk| Some((disk.name, disk.medium?)))
-            .filter(|(_, medium)| !medium.read_only)
-            .collect();
-        if writable.len() > MAX_DISKS {
-            return Err(MigrateError::Unsupported("it has too many disks".into()));
-        }
-        for (n, (device, medium)) in writable.iter().enumerate() {
-            if medium.encrypted {
-                return Err(MigrateError::Unsupported(format!(
-                    "disk {n} is encrypted by QEMU: its key does not move"
-                )));
-            }
-            let image = format!("{name}-{n}.raw");
-            let image =
-                ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
-            offers.push(DiskOffer {
-                image,
-                device: device.clone(),
-                size: medium.size,
-                read_only: false,
-            });
-            nodes.push(medium.node.clone());
-            if let Data::File(path) = &medium.data
-                && path.is_absolute()
-            {
-                files.push(path.clone());
-            }
-        }
-        Ok(Disks {
-            offers,
-            memory_bytes,
-            nodes,
-            files,
-            rounds: None,
-        })
+        writable(machine, name).await
+    }
+
+    /// The disks' block nodes.
+    pub(crate) fn nodes(&self) -> &[String] {
+        &self.nodes
     }
 
     /// Holds the state of all disks as of now in exports of the hypervisor, and begins to record what is written: images
@@ -115,33 +97,19 @@ impl Disks {
         scratch: &Path,
     ) -> Result<Vec<SendItem>, MigrateError> {
         let nodes: Vec<&str> = self.nodes.iter().map(String::as_str).collect();
+        // Of a replication that was killed; one that waits for its next round begins anew.
+        clear_replica(machine, work).await;
         let rounds =
             Rounds::begin_held(machine, SERIES, &nodes, work, GRANULARITY, scratch).await?;
         let views = rounds.held().await?.unwrap_or_default();
         self.rounds = Some(rounds);
         let mut items = Vec::new();
         for (offer, view) in self.offers.iter().zip(views) {
-            let opened = open(view, |device, _| {
-                let layout = layout(&device)?;
-                Ok((device, layout))
+            let name = offer.image.to_string();
+            let opened = open(&self.opening, view, move |device, _| {
+                Ok(whole(device, &name))
             });
-            let (device, layout) = opened.await?;
-            items.push(SendItem {
-                path: PathBuf::from(offer.image.as_str()),
-                name: offer.image.clone(),
-                conversion: Conversion::AsIs,
-                snapshot: Some(Snapshot {
-                    image: Arc::new(Outgoing {
-                        content: Arc::new(Content(device)),
-                        layout,
-                        format: Format::Raw,
-                        virtual_size: offer.size,
-                        notes: Vec::new(),
-                        stamps: Vec::new(),
-                    }),
-                    stamp: Digest(blake3::hash(&drover_net::random_id()).into()),
-                }),
-            });
+            items.push(item(offer.image.clone(), opened.await??));
         }
         Ok(items)
     }
@@ -154,6 +122,12 @@ impl Disks {
         }
     }
 
+    /// Removes everything that moves have made in the hypervisor, see [`clear`].
+    pub async fn clear(&self, machine: &Machine, work: &Path) {
+        let _none_opens = self.opening.write().await;
+        clear(machine, work).await;
+    }
+
     /// The round that was sent is durable there: it is not sent again.
     pub async fn confirm(&mut self) -> Result<(), MigrateError> {
         match &mut self.rounds {
@@ -162,36 +136,140 @@ impl Disks {
         }
     }
 
-    /// Sends what was written since the last round that was confirmed, or since the disks were held; bytes.
-    /// [`DiskWriter::flushed`] has to follow, then [`Disks::confirm`] if there are more rounds.
-    pub async fn send_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+    /// The disks as they are at each moment, also when the machine is paused for good; where they can be read later.
+    pub async fn whole(&self) -> Result<(Vec<LeftDisk>, Vec<Arc<dyn BlockDevice>>), MigrateError> {
+        let Some(rounds) = &self.rounds else {
+            return Err(MigrateError::Stopped);
+        };
+        let (mut disks, mut devices) = (Vec::new(), Vec::new());
+        for (medium, view) in self.media.iter().zip(rounds.whole().await?) {
+            disks.push(LeftDisk::new(medium, view.address.clone()));
+            let opened = open(&self.opening, view, |device, _| Ok(device));
+            devices.push(opened.await? as Arc<dyn BlockDevice>);
+        }
+        Ok((disks, devices))
+    }
+
+    /// What was written since the last round that was confirmed, or since the disks were held.
+    pub async fn next_round(&mut self) -> Result<Round, MigrateError> {
         let Some(rounds) = &mut self.rounds else {
             return Err(MigrateError::Stopped);
         };
-        let mut total = 0;
+        let mut round = Round::new();
         for (index, view) in rounds.next().await?.into_iter().enumerate() {
             if view.bytes == 0 {
                 continue;
             }
-            let opened = open(view, |device, context| {
+            let opened = open(&self.opening, view, |device, context| {
                 let ranges = device.dirty(context, 0, device.size());
                 let ranges: Vec<Range<u64>> = ranges.collect::<Result<_, _>>()?;
                 Ok((device, ranges))
             });
             let (device, ranges) = opened.await?;
-            total += ranges
-                .iter()
-                .map(|range| range.end - range.start)
-                .sum::<u64>();
-            writer.send(index as u32, device, ranges).await?;
+            round.push((index as u32, device, ranges));
         }
-        writer.flush().await?;
+        Ok(round)
+    }
+
+    /// Sends what [`Disks::next_round`] found; bytes. [`DiskWriter::flushed`] has to follow, then [`Disks::confirm`] if there
+    /// are more rounds.
+    pub async fn send_round(&mut self, writer: &mut DiskWriter) -> Result<u64, MigrateError> {
+        let round = self.next_round().await?;
+        let total = bytes_of(&round);
+        send(round, writer).await?;
         Ok(total)
     }
 }
 
+/// The writable disks of a machine, whose images there are called after `name`.
+///
+/// # Errors
+/// When they cannot be read as they are.
+pub(crate) async fn writable(machine: &Machine, name: &ImageName) -> Result<Disks, MigrateError> {
+    let memory_bytes = machine.description().await?.memory;
+    let (mut nodes, mut offers, mut files) = (Vec::new(), Vec::new(), Vec::new());
+    let mut media = Vec::new();
+    let writable = machine.disks().await?.into_iter();
+    let writable: Vec<_> = writable
+        .filter_map(|disk| Some((disk.name, disk.medium?)))
+        .filter(|(_, medium)| !medium.read_only)
+        .collect();
+    if writable.len() > MAX_DISKS {
+        return Err(MigrateError::Unsupported("it has too many disks".into()));
+    }
+    for (n, (device, medium)) in writable.iter().enumerate() {
+        if medium.encrypted {
+            return Err(MigrateError::Unsupported(format!(
+                "disk {n} is encrypted by QEMU: its key does not move"
+            )));
+        }
+        let image = format!("{name}-{n}.raw");
+        let image = ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
+        offers.push(DiskOffer {
+            image,
+            device: device.clone(),
+            size: medium.size,
+            read_only: false,
+        });
+        nodes.push(medium.node.clone());
+        if let Data::File(path) = &medium.data
+            && path.is_absolute()
+        {
+            files.push((n as u32, path.clone()));
+        }
+        media.push(medium.clone());
+    }
+    Ok(Disks {
+        offers,
+        memory_bytes,
+        nodes,
+        media,
+        files,
+        ..Disks::default()
+    })
+}
+
+/// Sends a round, and asks for it to be flushed.
+pub async fn send(round: Round, writer: &mut DiskWriter) -> Result<(), MigrateError> {
+    for (index, device, ranges) in round {
+        writer.send(index, device, ranges).await?;
+    }
+    writer.flush().await
+}
+
+/// An image that does not change while it is sent.
+pub fn item(name: ImageName, image: Outgoing) -> SendItem {
+    SendItem {
+        path: PathBuf::from(name.as_str()),
+        name,
+        conversion: Conversion::AsIs,
+        snapshot: Some(Snapshot {
+            image: Arc::new(image),
+            stamp: Digest(blake3::hash(&drover_net::random_id()).into()),
+            generations: None,
+        }),
+    }
+}
+
+/// All of a device that does not change, as a raw image.
+pub fn whole(device: Arc<dyn BlockDevice>, disk: &str) -> Result<Outgoing, MigrateError> {
+    let layout = layout(device.as_ref()).map_err(|error| MigrateError::Disk {
+        disk: disk.to_owned(),
+        error,
+    })?;
+    Ok(Outgoing {
+        virtual_size: device.size(),
+        content: Arc::new(Content(device)),
+        layout,
+        format: Format::Raw,
+        notes: Vec::new(),
+        stamps: Vec::new(),
+    })
+}
+
 /// Opens a view, and does something with it, and its metadata context, that waits for the server.
-async fn open<T: Send + 'static>(
+pub(crate) async fn open<T: Send + 'static>(
+    opening: &Opening,
     view: View,
     then: impl FnOnce(Arc<NbdDevice>, &str) -> Result<T, drover_core::DeviceError> + Send + 'static,
 ) -> Result<T, MigrateError> {
@@ -200,7 +278,9 @@ async fn open<T: Send + 'static>(
         contexts: view.context.iter().cloned().collect(),
         ..NbdOptions::default()
     };
+    let opening = Arc::clone(opening).read_owned().await;
     let opened = tokio::task::spawn_blocking(move || {
+        let _opening = opening;
         let device = Arc::new(NbdDevice::connect(&view.address, &options)?);
         let context = view.context.as_deref().unwrap_or_default();
         then(device, context).map_err(|error| MigrateError::Disk {
@@ -221,8 +301,15 @@ pub async fn clear(machine: &Machine, work: &Path) {
     }
 }
 
-/// An export that does not change, as the content of an image.
-struct Content(Arc<NbdDevice>);
+/// Removes what replications of a machine have made in its hypervisor, also in a process that was killed.
+pub(crate) async fn clear_replica(machine: &Machine, work: &Path) {
+    if let Err(e) = drover_hypervisor::rounds::clear(machine, REPLICA, work).await {
+        tracing::debug!("what recorded the machine's writes is left: {e}");
+    }
+}
+
+/// A device that does not change, as the content of an image.
+struct Content(Arc<dyn BlockDevice>);
 
 impl ReadAt for Content {
     fn len(&self) -> u64 {
@@ -241,8 +328,14 @@ impl ReadAt for Content {
 }
 
 /// The walk over a disk's data, in its order.
-fn layout(device: &NbdDevice) -> Result<Layout, drover_core::DeviceError> {
+fn layout(device: &dyn BlockDevice) -> Result<Layout, drover_core::DeviceError> {
     let size = device.size();
+    if !device.capabilities().extents {
+        return Ok(Layout::in_file_order(
+            size,
+            std::slice::from_ref(&(0..size)),
+        ));
+    }
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut at = 0;
     while at < size {
@@ -261,3 +354,6 @@ fn layout(device: &NbdDevice) -> Result<Layout, drover_core::DeviceError> {
     }
     Ok(Layout::in_file_order(size, &runs))
 }
+
+#[cfg(test)]
+mod tests;

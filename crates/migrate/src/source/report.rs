@@ -1,14 +1,16 @@
 //! What a move is told, and what it tells.
 
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_hypervisor::machine::RamInfo;
+use drover_store::machine::Token;
 use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, SendEvent, WireTotals};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What to move, and how.
 #[derive(Clone)]
@@ -25,14 +27,38 @@ pub struct MoveOptions {
     pub work: PathBuf,
     /// A directory for what the machine overwrites while its disks are sent, at most all of them.
     pub scratch: PathBuf,
+    /// What is known of its disks, if anything is.
+    pub generations: Option<Arc<dyn DiskGenerations>>,
     /// How long the machine may be paused.
     pub max_pause: Option<Duration>,
+    /// Whether the last that was written to the disks may follow when the machine runs there.
+    pub post_copy: PostCopy,
     /// Whether the hypervisor stays, paused, when the machine is gone.
     pub keep_source: bool,
     /// What is counted while the images are sent.
     pub counters: Arc<Counters>,
     /// Bytes on the wire while the images are sent.
     pub wire: Arc<WireTotals>,
+}
+
+/// Whether what was written to the disks last may follow when the machine runs at the other site already. Until it has, the
+/// machine depends on both sites.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PostCopy {
+    /// It does not: the machine is paused as long as that takes.
+    Never,
+    /// If it does not fit into the pause.
+    #[default]
+    WhenNeeded,
+    /// Everything that was written since the state of the disks that was sent first.
+    AtOnce,
+}
+
+/// What a site knows of the generations of a machine's disks.
+pub trait DiskGenerations: Send + Sync {
+    /// Those of a disk, by its place in the machine, as of now: an encoded `drover_store::generations::Summary`. None if they
+    /// are not known.
+    fn of(&self, disk: u32) -> Pin<Box<dyn Future<Output = Option<Vec<u8>>> + Send + '_>>;
 }
 
 /// What happens during a move.
@@ -51,6 +77,11 @@ pub enum MoveEvent {
     },
     /// How memory goes.
     Memory(RamInfo),
+    /// The machine runs there; bytes of its disks that are still here.
+    Left {
+        /// Bytes.
+        bytes: u64,
+    },
     /// The connection broke, and is made again.
     Reconnecting {
         /// Why.
@@ -69,14 +100,18 @@ pub enum Step {
     Memory,
     /// The machine is paused, and handed over.
     Switch,
+    /// It runs there; what is left of its disks follows.
+    Rest,
 }
 
 /// Callback for events.
 pub type OnMove = Arc<dyn Fn(MoveEvent) + Send + Sync>;
 
 /// The parts of the pause, in milliseconds.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Pause {
+    /// The hook that pauses the program of a disk.
+    pub hook_ms: u64,
     /// The last that was written to the disks.
     pub disks_ms: u64,
     /// The last of the memory, and the state of devices.
@@ -88,12 +123,14 @@ pub struct Pause {
 }
 
 /// What a move took.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct MoveReport {
     /// The machine's name there.
     pub machine: String,
     /// Bytes on the wire for the images of its disks.
     pub image_wire_bytes: u64,
+    /// Bytes of the images that were not read before they were delivered, since an old copy was there.
+    pub unread_bytes: u64,
     /// Bytes of disks that were written meanwhile, and sent in rounds.
     pub disk_bytes: u64,
     /// The same, as sent.
@@ -102,12 +139,24 @@ pub struct MoveReport {
     pub memory_bytes: u64,
     /// The same, as sent.
     pub memory_wire_bytes: u64,
+    /// Bytes of disks that were still here when the machine ran there.
+    #[serde(skip)]
+    pub left_bytes: u64,
+    /// Of those, what it had to wait for.
+    #[serde(skip)]
+    pub asked_bytes: u64,
     /// Rounds over the disks.
     pub rounds: u32,
     /// The pause.
     pub pause: Pause,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
+    /// The same, with the place of the disk in the machine.
+    #[serde(skip)]
+    pub left_disks: Vec<(u32, PathBuf)>,
+    /// The move.
+    #[serde(skip)]
+    pub token: Option<Token>,
     /// From begin to end.
     pub seconds: f64,
 }

@@ -75,7 +75,9 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
         let ended = match ready.take() {
             Some(up) => {
                 let ended = serve(&inner, up).await;
-                backoff.reset();
+                if !inner.state.lock().scheduler.is_repeating() {
+                    backoff.reset();
+                }
                 ended
             }
             None => {
@@ -357,9 +359,12 @@ impl Inner {
                     )));
                 };
                 self.take(number, frame)
-                    .map_err(|refusal| MountError::Protocol {
-                        peer: reader.peer_text().to_owned(),
-                        what: refusal.message,
+                    .map_err(|refusal| match refusal.retry {
+                        true => MountError::Refused(refusal.tidy()),
+                        false => MountError::Protocol {
+                            peer: reader.peer_text().to_owned(),
+                            what: refusal.message,
+                        },
                     })?;
             }
         };

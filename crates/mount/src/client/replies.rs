@@ -107,13 +107,45 @@ impl Inner {
             {
                 state.scheduler.pushed(now + self.options.give_up);
             }
+            if let (Some((job, _)), Reply::Done { .. }) = (&ended, &message.head) {
+                state.scheduler.done(job, now);
+            }
             ended
         };
-        if let Some((job, runs)) = ended {
+        if let Some((job, _)) = &ended
+            && job.repeats
+        {
+            self.repeated(message.head)?;
+        } else if let Some((job, runs)) = ended {
             self.answered(job, &runs, message.head, message.body);
         }
         self.issue();
         Ok(())
+    }
+
+    /// The reply to a change that the site may have forgotten. Nothing else is sent before it is made again: the next
+    /// link begins anew with all of them.
+    fn repeated(&self, head: Reply) -> Result<(), Refusal> {
+        match head {
+            Reply::Done { .. } => Ok(()),
+            // The site is there, but not its disk, say.
+            Reply::Error { refusal, .. }
+                if refusal.retry && matches!(refusal.code, Code::Unavailable | Code::Busy) =>
+            {
+                Err(refusal)
+            }
+            Reply::Error { refusal, .. } => {
+                let why = refusal.tidy().message;
+                let text = format!(
+                    "the link was lost before a flush, and the site refuses writes that it had accepted: {why}; unmount it and mount it again"
+                );
+                let image = self.options.image.as_str();
+                tracing::error!(image, "{text}");
+                self.end(DeviceError::Io(Arc::new(std::io::Error::other(text))));
+                Ok(())
+            }
+            _ => Err(Refusal::new(Code::Protocol, "the wrong kind of reply")),
+        }
     }
 
     fn answered(self: &Arc<Self>, job: Job<ReplyTo>, runs: &[Chunks], head: Reply, body: Bytes) {

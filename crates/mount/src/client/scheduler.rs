@@ -19,12 +19,14 @@ mod ahead;
 mod ended;
 mod job;
 mod runs;
+mod unflushed;
 
 use ahead::{MAX_AHEAD, ReadAhead};
-use job::with_id;
 pub use job::{ChunksReply, Job};
+use job::{changed, with_id};
 pub use runs::split;
 use runs::{bytes, cut_out, has_arrived};
+use unflushed::Unflushed;
 
 const _: () = assert!(MAX_UNANSWERED < MAX_ASKED_BYTES as u64);
 const _: () = assert!(MAX_PART <= MAX_DIRECT as usize);
@@ -83,6 +85,10 @@ pub struct Scheduler<T> {
     verifying: VecDeque<(Chunks, bool)>,
     /// Total bytes of those runs.
     unverified: u64,
+    /// Direct changes that were answered.
+    unflushed: Unflushed,
+    /// How long a change that is repeated may remain without a reply, and others wait without progress.
+    patience: Duration,
 }
 
 impl<T> Scheduler<T> {
@@ -106,7 +112,14 @@ impl<T> Scheduler<T> {
             came: 0,
             verifying: VecDeque::new(),
             unverified: 0,
+            unflushed: Unflushed::default(),
+            patience: Duration::MAX,
         }
+    }
+
+    /// With a limit of the time in which a change that is repeated has to be answered.
+    pub fn with_patience(self, patience: Duration) -> Self {
+        Self { patience, ..self }
     }
 
     /// The current window.
@@ -138,9 +151,12 @@ impl<T> Scheduler<T> {
     ///
     /// # Errors
     /// The job itself when the queue is full.
-    pub fn enqueue(&mut self, job: Job<T>) -> Result<(), Job<T>> {
+    pub fn enqueue(&mut self, mut job: Job<T>) -> Result<(), Job<T>> {
         if self.front.len() + self.back.len() >= MAX_WAITING {
             return Err(job);
+        }
+        if let Request::DirectFlush { .. } = job.request {
+            job.covers = self.unflushed.mark();
         }
         if let Some(chunks) = job.chunks() {
             let bytes = bytes(self.shape, chunks.count);
@@ -255,7 +271,13 @@ impl<T> Scheduler<T> {
     }
 
     /// The next request to send, and its connection.
-    pub fn select(&mut self, now: Duration) -> Option<(usize, Request, Bytes)> {
+    pub fn select(&mut self, now: Duration) -> Option<(usize, Request, Bytes)>
+    where
+        T: Default,
+    {
+        if self.unflushed.is_repeating() {
+            return self.select_repeated(now);
+        }
         let job = match self
             .front
             .iter()
@@ -277,11 +299,78 @@ impl<T> Scheduler<T> {
         Some((connection, request, body))
     }
 
+    /// The next change to repeat, once those that overlap it are answered: a site may take up two at once.
+    fn select_repeated(&mut self, now: Duration) -> Option<(usize, Request, Bytes)>
+    where
+        T: Default,
+    {
+        let (request, body) = self.unflushed.next()?;
+        if self.overlaps_repeated(request) {
+            return None;
+        }
+        let (request, body) = (request.clone(), body.clone());
+        let deadline = now.saturating_add(self.patience);
+        let job = Job {
+            repeats: true,
+            ..Job::new(request, body.clone(), deadline, T::default())
+        };
+        let connection = self.connection_for(&job, now)?;
+        let id = self.next_id;
+        let request = with_id(&job.request, id);
+        let mark = Some(self.group.window().mark(now));
+        self.sent(connection, id, job, mark)?;
+        self.unflushed.sent();
+        Some((connection, request, body))
+    }
+
+    fn overlaps_repeated(&self, request: &Request) -> bool {
+        let repeated = self.in_flight.values().filter(|asked| asked.job.repeats);
+        let Some(range) = changed(request) else {
+            return false;
+        };
+        repeated
+            .filter_map(|asked| changed(&asked.job.request))
+            .any(|other| other.start < range.end && range.start < other.end)
+    }
+
+    /// Whether this link is still to repeat changes.
+    pub fn is_repeating(&self) -> bool {
+        self.unflushed.is_repeating()
+    }
+
+    /// The site has done what a job asked for.
+    pub fn done(&mut self, job: &Job<T>, now: Duration) {
+        if job.repeats {
+            let farther = self.unflushed.repeated();
+            self.goes_on(now.saturating_add(self.patience), farther);
+        } else if changed(&job.request).is_some() {
+            self.unflushed.made(&job.request, &job.body);
+        } else if let Request::DirectFlush { .. } = job.request {
+            self.unflushed.flushed(job.covers);
+        }
+    }
+
+    /// Bytes of memory of the direct changes that were answered and not flushed.
+    pub fn unflushed(&self) -> u64 {
+        self.unflushed.bytes()
+    }
+
     /// When to call `select` again even if nothing happens before.
     pub fn select_at(&self) -> Option<Duration> {
-        let body = self.front.iter().find(|job| !job.body.is_empty())?;
+        let body = match self.unflushed.is_repeating() {
+            true => {
+                let (request, body) = self.unflushed.next()?;
+                self.route(ConnectionKind::Front, false)?;
+                (!body.is_empty() && !self.overlaps_repeated(request)).then_some(body)?
+            }
+            false => {
+                let job = self.front.iter().find(|job| !job.body.is_empty())?;
+                self.route(job.connection(), false)?;
+                &job.body
+            }
+        };
         let sending = self.group.sending();
-        let allowed = sending.allows(body.body.len() as u64);
+        let allowed = sending.allows(body.len() as u64);
         allowed.then(|| sending.ready_at())
     }
 
@@ -339,13 +428,17 @@ impl<T> Scheduler<T> {
         {
             return None;
         }
-        let wanted = job.connection();
+        self.route(job.connection(), job.is_background())
+    }
+
+    /// The connection of a request of this kind, if one is up and has room for a request.
+    fn route(&self, wanted: ConnectionKind, background: bool) -> Option<usize> {
         let has_push = || self.group.roles().any(|kind| kind == ConnectionKind::Push);
         let wanted = match wanted {
             ConnectionKind::Push if !has_push() => ConnectionKind::Front,
             wanted => wanted,
         };
-        self.group.choose(job.is_background(), |kind| match wanted {
+        self.group.choose(background, |kind| match wanted {
             ConnectionKind::Back => kind != ConnectionKind::Push,
             wanted => kind == wanted,
         })

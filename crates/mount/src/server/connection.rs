@@ -294,11 +294,11 @@ impl Connection {
                 return;
             };
             state.working += 1;
-            drop(state);
             let connection = self.clone();
             let kind = unit.kind(front);
             let effect = Effect::of(&unit, self.shape.chunk);
             let bytes = effect.read.saturating_add(effect.written);
+            // Under the lock: another thread must not submit the next one first, which may overlap.
             self.pool.submit(self.key, kind, bytes, move |scratch| {
                 connection.work(unit, front, scratch)
             });

@@ -1,15 +1,18 @@
 //! The generations of images that nobody writes: looked at, frozen, thawed, kept when changes become part of the image.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use drover_core::{Digest, ImageName};
+use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::overlay;
 use drover_net::Refusal;
 use drover_storage::{Directory, HostDirectory};
 use drover_store::changes;
-use drover_store::generations::{self, About, Contents, Generations, GenerationsError};
+use drover_store::generations::{
+    self, About, Comparison, Contents, Generation, Generations, GenerationsError, Summary,
+};
 use drover_store::lease::{Identity, LeaseTable};
 
 use super::Server;
@@ -52,6 +55,38 @@ pub fn generations_on_disk(
     let leases = LeaseTable::open(name.clone(), path.clone()).map_err(|e| failed(&e))?;
     let now = contents(&directory, &leases, digest).map_err(|e| failed(&e))?;
     generations::look(directory, now.into()).map_err(|e| failed(&e))
+}
+
+/// Begins the generations of an image with this digest and size that a machine has left, and freezes it: what it had. Works
+/// without a running server.
+///
+/// # Errors
+/// [`MountError::StateFile`]: they cannot be written, or are damaged.
+pub fn freeze_on_disk(
+    state: &Path,
+    name: &ImageName,
+    size: u64,
+    digest: Digest,
+) -> Result<Option<Summary>, MountError> {
+    let path = changes::directory(state, name);
+    let failed = |e: &dyn std::fmt::Display| MountError::state(&path, e.to_string());
+    let directory = HostDirectory::open_or_create(&path).map_err(|e| failed(&e))?;
+    let directory: Arc<dyn Directory> = Arc::new(directory);
+    let leases = LeaseTable::open(name.clone(), path.clone()).map_err(|e| failed(&e))?;
+    let now = contents(&directory, &leases, digest).map_err(|e| failed(&e))?;
+    let opened = Generations::open(directory, size, now.into()).map_err(|e| failed(&e))?;
+    if !opened.is_frozen() {
+        opened.freeze(now.into()).map_err(|e| failed(&e))?;
+    }
+    Ok(opened.summary())
+}
+
+/// An old copy of a disk.
+pub struct OldCopy {
+    /// Its content.
+    pub device: Arc<dyn BlockDevice>,
+    /// Where it may differ from the disk.
+    pub differs: Vec<Range<u64>>,
 }
 
 /// An image that is not open, as its generations see it.
@@ -121,6 +156,91 @@ impl Server {
             .map_err(|e| io(name, &e))?;
         generations::forget(directory.as_ref()).map_err(|e| refuse(name, e))?;
         Ok(true)
+    }
+
+    /// An image that was just delivered is a copy of a disk with these generations: later ones are compared with them. Blocks
+    /// on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: they do not fit, or a disk error.
+    pub fn succeed_generations(&self, name: &ImageName, of: &Summary) -> Result<(), MountError> {
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
+        let unopened = self.unopened(name)?;
+        let (directory, now) = (unopened.directory, unopened.now.into());
+        let succeeded = Generations::succeed(directory, unopened.size, of, now);
+        succeeded.map_err(|e| refuse(name, e))?;
+        Ok(())
+    }
+
+    /// The generations of an image, as of now; none if they are not known. Blocks on the disk.
+    pub fn generations(&self, name: &ImageName) -> Option<Summary> {
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
+        let open = self.open_generations(name);
+        match open {
+            Some(generations) => generations.summary(),
+            None => {
+                let unopened = self.unopened(name).ok()?;
+                let found = generations::summary(unopened.directory, unopened.now.into());
+                let damaged =
+                    |error: &GenerationsError| tracing::warn!(image = %name, %error, "generations");
+                found.inspect_err(damaged).ok()?
+            }
+        }
+    }
+
+    /// Continues the generations of the copy that an image which is open for writing came from, see [`Generations::adopt`].
+    /// Does nothing to others. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: they do not fit, or a disk error.
+    pub fn adopt_generations(&self, name: &ImageName, of: &Summary) -> Result<(), MountError> {
+        let adopted = self.open_generations(name).map(|own| own.adopt(of));
+        adopted
+            .unwrap_or(Ok(()))
+            .map_err(|e| refuse(name, e).into())
+    }
+
+    fn open_generations(&self, name: &ImageName) -> Option<Arc<Generations>> {
+        self.state.lock().open.get(name)?.generations().cloned()
+    }
+
+    /// The best old copy of the disk with these generations among the images that nobody writes, and that have no changes.
+    /// Blocks on the disk.
+    pub fn old_copy(&self, of: &Summary) -> Option<OldCopy> {
+        let names = changes::names(&self.config.state).ok()?;
+        let copies = names.iter().filter_map(|name| self.old_copy_in(name, of));
+        let (_, copy) = copies.max_by_key(|(since, _)| *since)?;
+        Some(copy)
+    }
+
+    fn old_copy_in(&self, name: &ImageName, of: &Summary) -> Option<(Generation, OldCopy)> {
+        let path = changes::directory(&self.config.state, name);
+        if !path.join(generations::FILE_NAME).exists() {
+            return None;
+        }
+        let directory = self.config.images.overlay(&path).ok()?;
+        if generations::seed(Arc::clone(&directory))? != of.seed {
+            return None;
+        }
+        let known = self.generations(name)?;
+        let changes = overlay::summary(&directory).ok()?;
+        if changes.is_some_and(|changes| changes.changed > 0) {
+            return None;
+        }
+        let base = self.config.images.open(name).ok()?;
+        let (since, differs) = match of.compare(&known) {
+            Comparison::Newer { since, ranges }
+            | Comparison::Older { since, ranges }
+            | Comparison::Branch { since, ranges } => (since, ranges),
+            Comparison::Unknown(why) => {
+                tracing::info!(image = %name, %why, "it is no old copy of the disk");
+                return None;
+            }
+        };
+        let device = base.device;
+        Some((since, OldCopy { device, differs }))
     }
 
     /// Whether an image is open for writing.

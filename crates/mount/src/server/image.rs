@@ -52,6 +52,16 @@ pub trait Images: Send + Sync {
     /// [`Refusal`].
     fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal>;
 
+    /// Checks that an image may be written here, by a mount that does not hold its write lease: one that has moved to another
+    /// site may not. Called like [`Images::open`].
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    fn may_be_written(&self, name: &ImageName, mount: MountId) -> Result<(), Refusal> {
+        let _ = (name, mount);
+        Ok(())
+    }
+
     /// Checks that a peer may take so many more bytes of the site's disks. Called before every change that takes any, on
     /// a thread that may block for a moment.
     ///
@@ -295,6 +305,9 @@ impl Image {
         };
         // Granting a lease changes only the edition.
         let (before, fresh_before) = leases.edition(who, expected, state(0));
+        if access == Access::ReadWrite && !leases.is_held_by(who.peer.key, who.mount) {
+            self.images.may_be_written(&self.name, who.mount)?;
+        }
         if access == Access::ReadWrite && self.generations().is_none() && self.directory.is_dir() {
             let directory = self.own_directory().map_err(refuse)?;
             recording::check(directory, &self.name, state(before))?;

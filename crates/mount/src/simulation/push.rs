@@ -44,6 +44,8 @@ impl World {
                 body: Bytes::from_static(&BODY[..part]),
                 deadline: Duration::MAX,
                 again: false,
+                covers: 0,
+                repeats: false,
                 to: (),
             };
             assert!(self.scheduler.enqueue(job).is_ok(), "no room for a request");

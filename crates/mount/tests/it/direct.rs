@@ -1,10 +1,11 @@
 //! Direct mounts.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use drover_core::{BlockDevice, DeviceError};
 use drover_mount::client::{Client, Options};
-use drover_mount::direct::RemoteDevice;
+use drover_mount::direct::{RemoteDevice, UNFLUSHED};
 use drover_store::lease::Access;
 
 use crate::util::{Near, Site, content, memory, name, runtime};
@@ -73,4 +74,42 @@ fn a_direct_mount_keeps_the_contract_of_devices() {
         drover_device::testing::run(&device, seed);
         device.close().unwrap();
     }
+}
+
+#[test]
+fn what_is_not_flushed_takes_bounded_memory() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&vec![0; 48 << 20]));
+    let near = Near::new(site.server.clone());
+    let options = Options::new(name("web"), Access::ReadWrite);
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), near, options))
+        .unwrap();
+    let device = RemoteDevice::new(Arc::new(client));
+    const LONG: u64 = 8 << 20;
+    let most = std::sync::atomic::AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for part in 0..6 {
+            let (device, most) = (&device, &most);
+            scope.spawn(move || {
+                let mut bytes = vec![0; LONG as usize];
+                fastrand::Rng::with_seed(part).fill(&mut bytes);
+                // One long write, and as much in short ones.
+                device.write(part * LONG, &bytes).unwrap();
+                most.fetch_max(device.unflushed(), Ordering::Relaxed);
+                for (n, piece) in bytes.chunks(1 << 18).enumerate() {
+                    let at = part * LONG + ((n as u64) << 18);
+                    device.write(at, piece).unwrap();
+                    most.fetch_max(device.unflushed(), Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    let most = most.into_inner();
+    assert!(most > UNFLUSHED / 2, "{most}");
+    assert!(most <= 2 * UNFLUSHED + LONG, "{most}");
+    device.flush().unwrap();
+    assert_eq!(device.unflushed(), 0);
+    device.close().unwrap();
 }

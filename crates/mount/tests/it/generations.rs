@@ -1,5 +1,6 @@
 //! The generations of an image: recorded ahead of what mounts write, frozen, thawed.
 
+use std::fs::File;
 use std::sync::Arc;
 
 use drover_core::{BlockDevice, Digest};
@@ -59,7 +60,17 @@ impl World {
         let former = Arc::downgrade(&self.site.server);
         self.site.idle();
         soon("the former server has ended", || former.upgrade().is_none());
+        // It lets go of its images last.
+        soon("its images are closed", || self.is_closed());
         self.site.restart();
+    }
+
+    fn is_closed(&self) -> bool {
+        let image = self.site.directory.path().join("overlays/web");
+        ["lock", "generations.lock"].iter().all(|lock| {
+            let file = File::open(image.join(lock));
+            file.map_or(true, |file| file.try_lock().is_ok())
+        })
     }
 
     fn about(&self) -> Option<About> {

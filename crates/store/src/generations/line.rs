@@ -340,6 +340,16 @@ impl Line {
             }
     }
 
+    /// Whether it is exactly of a disk with these contents, which is not open for changes.
+    pub fn is_closed_as(&self, now: Contents) -> bool {
+        self.noted == Some(Noted::Closed(now.identity, now.version))
+    }
+
+    /// Takes the place of another line of the same disk at this site.
+    pub fn continue_as(&mut self, other: &Line) {
+        self.noted = other.noted;
+    }
+
     pub fn about(&self) -> About {
         About {
             seed: self.seed,

@@ -10,6 +10,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+mod moves;
+
 const CHUNKS: u64 = 150;
 /// The last chunk is short.
 const SIZE: u64 = CHUNKS * CHUNK - 5000;

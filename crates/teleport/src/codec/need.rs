@@ -70,7 +70,7 @@ impl Runs {
     /// Decodes at most `max_blocks` blocks, none at or beyond 2^32.
     pub(super) fn get(r: &mut Reader<'_>, max_blocks: u64) -> Result<Self, Malformed> {
         let n = r.at_most(max_blocks)?;
-        let mut runs = Runs(Vec::with_capacity(n as usize));
+        let mut runs = Runs(Vec::with_capacity(n.min(BATCH_BLOCKS) as usize));
         let (mut at, mut left) = (0u64, max_blocks);
         for k in 0..n {
             let gap = r.at_most(1 << 32)?;
@@ -126,12 +126,66 @@ impl Need {
     }
 }
 
+/// Batches of a walk that the source need not send: the destination has their blocks in an old copy of the disk.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Have {
+    /// Numbers of batches, not of blocks.
+    pub batches: Runs,
+}
+
+/// Upper bound on the runs of batches in a [`Have`].
+const MAX_HAVE_RUNS: usize = 64 << 10;
+
+/// Upper bound on its batches.
+const MAX_HAVE: u64 = 1 << 21;
+
+impl Have {
+    /// Whether a batch is among them.
+    #[must_use]
+    pub fn has(&self, batch: u64) -> bool {
+        let runs = &self.batches.0;
+        let after = runs.partition_point(|(first, _)| *first <= batch);
+        after > 0 && batch < runs[after - 1].0 + runs[after - 1].1
+    }
+
+    /// Encodes it for the wire; what is beyond the limits is left out.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let runs = self.batches.iter().take(MAX_HAVE_RUNS);
+        let runs = runs.take_while(|(first, n)| first + n <= MAX_HAVE);
+        let mut out = Vec::new();
+        Runs(runs.collect()).put(&mut out);
+        out
+    }
+
+    /// Decodes one.
+    ///
+    /// # Errors
+    /// When the bytes are not exactly one.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut r = Reader::new(bytes, "list of batches");
+        let batches = Runs::get(&mut r, MAX_HAVE)?;
+        if batches.0.len() > MAX_HAVE_RUNS {
+            return Err(r.malformed());
+        }
+        r.end()?;
+        Ok(Have { batches })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     proptest! {
+        #[test]
+        fn batches_there_and_back(set in prop::collection::btree_set(0u64..3000, 0..500)) {
+            let have = Have { batches: set.iter().copied().collect() };
+            (0..3001).for_each(|batch| assert_eq!(have.has(batch), set.contains(&batch)));
+            prop_assert_eq!(Have::decode(&have.encode()), Ok(have));
+        }
+
         #[test]
         fn there_and_back(set in prop::collection::btree_set(0u64..5000, 0..500)) {
             let need = Need { runs: set.iter().copied().collect() };
@@ -144,6 +198,9 @@ mod tests {
         fn rubbish_is_refused_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             if let Ok(n) = Need::decode(&bytes) {
                 prop_assert!(n.runs.count() <= BATCH_BLOCKS);
+            }
+            if let Ok(have) = Have::decode(&bytes) {
+                prop_assert!(have.batches.count() <= MAX_HAVE);
             }
         }
     }

@@ -101,12 +101,16 @@ fn batches_out_of_order_twice_or_of_the_wrong_size_are_violations() {
 fn an_end_before_the_last_batch_or_a_second_one_is_a_violation() {
     let image = image(2);
     let mut d = Destination::new(image.len() as u64);
-    assert!(handle(&mut d, Event::End(sim::WHOLE)).is_err());
+    assert!(handle(&mut d, Event::End(Some(sim::WHOLE))).is_err());
     handle(&mut d, batch(&image, 0)).unwrap();
-    assert!(handle(&mut d, Event::End(sim::WHOLE)).is_err());
+    assert!(handle(&mut d, Event::End(Some(sim::WHOLE))).is_err());
     handle(&mut d, batch(&image, 1)).unwrap();
-    assert!(handle(&mut d, Event::End(sim::WHOLE)).unwrap().is_empty());
-    assert!(handle(&mut d, Event::End(digest_of(1))).is_err());
+    assert!(
+        handle(&mut d, Event::End(Some(sim::WHOLE)))
+            .unwrap()
+            .is_empty()
+    );
+    assert!(handle(&mut d, Event::End(Some(digest_of(1)))).is_err());
 }
 
 #[test]
@@ -130,8 +134,8 @@ fn batches_of_zeros_are_complete_at_once() {
             "{actions:?}"
         );
     }
-    let actions = handle(&mut d, Event::End(sim::WHOLE)).unwrap();
-    assert!(matches!(actions[..], [Action::Finish(sim::WHOLE)]));
+    let actions = handle(&mut d, Event::End(Some(sim::WHOLE))).unwrap();
+    assert!(matches!(actions[..], [Action::Finish(Some(sim::WHOLE))]));
     assert_eq!(d.counts().zero_blocks, 2 * BATCH_BLOCKS);
     // It finishes once.
     let late = Event::Written((0..3).collect());
@@ -141,8 +145,8 @@ fn batches_of_zeros_are_complete_at_once() {
 #[test]
 fn an_image_without_blocks_is_whole_at_its_end() {
     let mut d = Destination::new(0);
-    let actions = handle(&mut d, Event::End(sim::WHOLE)).unwrap();
-    assert!(matches!(actions[..], [Action::Finish(sim::WHOLE)]));
+    let actions = handle(&mut d, Event::End(Some(sim::WHOLE))).unwrap();
+    assert!(matches!(actions[..], [Action::Finish(Some(sim::WHOLE))]));
 }
 
 fn planned(index: u64, runs: &[(u32, From)]) -> Event {

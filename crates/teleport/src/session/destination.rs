@@ -10,6 +10,7 @@ mod images;
 mod matching;
 mod prepare;
 mod reuse;
+mod taken;
 mod waits;
 
 use std::sync::Arc;
@@ -99,6 +100,7 @@ impl Site {
             shared,
             out,
             stop,
+            generations: None,
         };
         let result = session.run(&mut frames).await;
         opened.ended.send_replace(true);

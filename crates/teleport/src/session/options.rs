@@ -31,6 +31,10 @@ pub struct Snapshot {
     pub image: Arc<Outgoing>,
     /// Identifies the state: an interrupted transfer is resumed only with the same.
     pub stamp: Digest,
+    /// Its generations, an encoded `drover_store::generations::Summary`: what an old copy at the destination has need not
+    /// be read. If anything was not read, [`ImageReport::unread_blocks`](crate::progress::ImageReport::unread_blocks) says
+    /// so, and [`digest_of`](crate::digest_of) has to confirm the digest of what was delivered.
+    pub generations: Option<Arc<[u8]>>,
 }
 
 /// Destination and options of a send.

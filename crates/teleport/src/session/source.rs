@@ -22,7 +22,7 @@ use self::reading::{Begun, Walked};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
-use crate::codec::Need;
+use crate::codec::{Have, Need};
 use crate::frames::{CLOSE_LIMIT, frame_bytes, read_frames_after, write_frames};
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
@@ -52,6 +52,8 @@ pub struct Sender {
     connected: bool,
     /// Increases when blocks become complete: reconnecting is worthwhile only while it does.
     progress: u64,
+    /// Blocks of the current image that were not read, in this session.
+    unread_blocks: u64,
 }
 
 impl Sender {
@@ -78,6 +80,7 @@ impl Sender {
             started: None,
             connected: false,
             progress: 0,
+            unread_blocks: 0,
         }
     }
 
@@ -339,6 +342,11 @@ impl Sender {
             &self.counters.header_bytes,
             frame_bytes(payload.len()) + frame_bytes(layout.len()),
         );
+        if let Some(generations) = &begun.generations {
+            let generations = generations.to_vec();
+            Counters::add(&self.counters.header_bytes, frame_bytes(generations.len()));
+            control.send(kind::GENERATIONS, generations).await?;
+        }
         control.send(kind::OFFER, payload).await?;
         for part in layout.chunks(LAYOUT_PART_BYTES) {
             control.send(kind::LAYOUT, part.to_vec()).await?;
@@ -358,6 +366,8 @@ impl Sender {
             image,
             walk_to,
             mut walked,
+            have,
+            generations,
             ..
         } = begun;
         let mut walking = true;
@@ -365,6 +375,7 @@ impl Sender {
         let mut stop = self.stop.clone();
         let mut outgoing: std::collections::VecDeque<Frame> = Default::default();
         let mut tally = Tally::default();
+        self.unread_blocks = 0;
         loop {
             for action in actions.drain(..) {
                 match action {
@@ -372,6 +383,11 @@ impl Sender {
                     Action::Batch(payload) => {
                         Counters::add(&self.counters.digest_bytes, frame_bytes(payload.len()));
                         outgoing.push_back(Frame::new(kind::BATCH, payload));
+                    }
+                    Action::Skip(index) => {
+                        let payload = index.to_le_bytes().to_vec();
+                        Counters::add(&self.counters.digest_bytes, frame_bytes(payload.len()));
+                        outgoing.push_back(Frame::new(kind::SKIPPED, payload));
                     }
                     Action::Literals(runs) => {
                         Counters::add(&self.counters.needed_blocks, runs.count());
@@ -386,7 +402,10 @@ impl Sender {
                         let same =
                             tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
                         same.map_err(|_| broken())??;
-                        outgoing.push_back(Frame::new(kind::END, encode(&End { digest })));
+                        outgoing.push_back(match digest {
+                            Some(digest) => Frame::new(kind::END, encode(&End { digest })),
+                            None => Frame::new(kind::END_UNREAD, Vec::new()),
+                        });
                     }
                     Action::Done(delivered) => return Ok(Outcome::Delivered(delivered)),
                 }
@@ -410,6 +429,14 @@ impl Sender {
                             Event::Accepted(accept)
                         }
                         Heard::Event(event) => event,
+                        Heard::Have(batches) => {
+                            let too_late = generations.is_none() || machine.is_accepted();
+                            if too_late || have.set(batches).is_err() {
+                                let text = "the destination has batches that it was not asked about";
+                                return Err(TeleportError::Protocol(text.into()));
+                            }
+                            continue;
+                        }
                         Heard::Estimate(estimate) => return Ok(Outcome::Estimated(estimate)),
                     }
                 }
@@ -429,6 +456,10 @@ impl Sender {
                     Some(Ok(Walked::Batch { index, data, frame })) => {
                         tally.walked(index, data);
                         Event::Walked { index, frame }
+                    }
+                    Some(Ok(Walked::Skipped { index, blocks })) => {
+                        self.unread_blocks += blocks;
+                        Event::Skipped(index)
                     }
                     Some(Ok(Walked::End(digest))) => Event::WalkEnded(digest),
                     Some(Err(e)) => return Err(e),
@@ -451,6 +482,7 @@ impl Sender {
         let bytes = frame_bytes(frame.payload.len());
         Counters::add(&self.counters.plan_bytes, bytes);
         Ok(Heard::Event(match frame.kind {
+            kind::HAVE => return Ok(Heard::Have(Have::decode(&frame.payload)?)),
             kind::NEED => Event::Need(Need::decode(&frame.payload)?),
             kind::ACK => {
                 let index = frame.payload.as_ref().try_into().map(u64::from_le_bytes);
@@ -491,6 +523,7 @@ impl Sender {
             sent_blocks: delivered.sent_blocks,
             zero_blocks: delivered.zero_blocks,
             resumed_blocks: delivered.resumed_blocks,
+            unread_blocks: self.unread_blocks,
             matched: delivered.matched,
             wire: self.counters.wire(),
             seconds: start.elapsed().as_secs_f64(),
@@ -538,5 +571,6 @@ enum Outcome {
 
 enum Heard {
     Event(Event),
+    Have(Have),
     Estimate(Estimate),
 }

@@ -104,6 +104,7 @@ impl Site {
             holds: RwLock::new(holder),
             quota: RwLock::default(),
             watcher,
+            old_copies: RwLock::default(),
         });
         remove_dir(&site.links_dir());
         site.recover(whole, &mut repairs);

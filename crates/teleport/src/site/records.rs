@@ -140,6 +140,19 @@ impl Site {
         Ok(())
     }
 
+    /// Makes an image belong to another peer, or to the site itself; it is shared with nobody then.
+    ///
+    /// # Errors
+    /// When there is no such image, or the catalog fails.
+    pub fn give(&self, name: &ImageName, owner: Option<PeerKey>) -> Result<(), TeleportError> {
+        let _changing = self.changing.lock();
+        let mut record = self.find(name)?;
+        record.owner = owner;
+        record.shared.clear();
+        self.images.put(&record)?;
+        Ok(())
+    }
+
     /// Takes away what was shared with peers for which `keep` is false; returns from how many images.
     ///
     /// # Errors

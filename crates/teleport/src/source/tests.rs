@@ -57,8 +57,8 @@ fn one_image_from_its_offer_to_its_end() {
         let actions = handle(&mut s, walked(i)).unwrap();
         assert_eq!(actions, [Action::Batch(vec![i as u8])]);
     }
-    let end = handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
-    assert_eq!(end, [Action::End(WHOLE)]);
+    let end = handle(&mut s, Event::WalkEnded(Some(WHOLE))).unwrap();
+    assert_eq!(end, [Action::End(Some(WHOLE))]);
     let actions = handle(&mut s, need(5..10)).unwrap();
     assert_eq!(actions, [Action::Literals((5..10).collect())]);
     assert_eq!(s.done_blocks(), 0);
@@ -111,7 +111,7 @@ fn a_resume_sends_no_batch_again_but_any_block() {
     assert_eq!(handle(&mut s, walked(2)).unwrap(), [Action::Batch(vec![2])]);
     // An earlier batch that becomes complete moves nothing.
     assert_eq!(handle(&mut s, Event::Ack(0)).unwrap(), []);
-    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    handle(&mut s, Event::WalkEnded(Some(WHOLE))).unwrap();
     assert!(handle(&mut s, delivered(WHOLE)).is_err());
     handle(&mut s, Event::Ack(2)).unwrap();
     handle(&mut s, delivered(WHOLE)).unwrap();
@@ -142,7 +142,7 @@ fn the_first_batches_do_not_wait_to_be_accepted() {
 #[test]
 fn a_resume_with_every_batch_there_needs_no_acknowledgement() {
     let mut s = started(BATCHES, BATCHES);
-    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    handle(&mut s, Event::WalkEnded(Some(WHOLE))).unwrap();
     assert_eq!(s.done_blocks(), BLOCKS);
     handle(&mut s, delivered(WHOLE)).unwrap();
 }
@@ -205,7 +205,7 @@ fn asking_for_ever_is_a_violation() {
 fn claims_of_a_delivery_that_cannot_be_are_violations() {
     let mut s = started(0, BATCHES);
     assert!(handle(&mut s, delivered(WHOLE)).is_err());
-    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    handle(&mut s, Event::WalkEnded(Some(WHOLE))).unwrap();
     assert!(handle(&mut s, delivered(WHOLE)).is_err());
     (0..BATCHES).for_each(|i| drop(handle(&mut s, Event::Ack(i)).unwrap()));
     assert!(handle(&mut s, delivered(Digest([8; 32]))).is_err());

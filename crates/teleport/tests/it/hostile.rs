@@ -97,6 +97,9 @@ async fn frames_that_make_no_sense_end_the_session_and_nothing_else() {
         kind::LITERAL,
         kind::NEED,
         kind::GIVE_UP,
+        kind::GENERATIONS,
+        kind::SKIPPED,
+        kind::END_UNREAD,
         0x77,
     ] {
         for accepted in [false, true] {

@@ -7,6 +7,7 @@ mod harness;
 mod hostile;
 mod lone_room;
 mod lost_writes;
+mod old_copies;
 mod resume;
 mod room;
 mod send;

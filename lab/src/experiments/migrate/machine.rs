@@ -82,17 +82,17 @@ pub struct Machine {
 
 impl Machine {
     /// Starts it with `command`, which runs QEMU at one end. Its control socket for drover is `DIR/web.qmp`. The guest makes
-    /// a record every 10 ms and with each changes `dirty_mib` of its memory.
+    /// a record every 10 ms and with each changes `dirty_mib` of its memory, of `memory_mib`.
     pub fn start(
         mut command: Command,
         dir: &Path,
         guest: &Guest,
-        dirty_mib: u32,
+        (memory_mib, dirty_mib): (u32, u32),
         disks: &[Disk],
         start: Start,
     ) -> Result<Self> {
         fs::create_dir_all(dir)?;
-        let mut launch = Launch::new().guest(guest, 10, dirty_mib);
+        let mut launch = Launch::with_memory(memory_mib).guest(guest, 10, dirty_mib);
         for number in 0..disks.len() {
             launch = launch.disk(&format!("vd{number}"), &format!("disk{number}"));
         }
@@ -165,6 +165,16 @@ impl Machine {
         self.console.write_all(b"v\n")?;
         self.console.flush()?;
         self.wait("verified", |said| said.iter().any(|(_, n)| *n >= last))
+    }
+
+    /// Has the guest use the files of its second disk in a way; how many bytes it wrote.
+    pub fn edit(&mut self, kind: char) -> Result<u64> {
+        let before = self.said("edited")?.len();
+        writeln!(self.console, "e{kind}")?;
+        self.console.flush()?;
+        self.wait("edited", |said| said.len() > before)?;
+        let said = self.said("edited")?;
+        Ok(said.last().context("nothing edited")?.1)
     }
 
     /// Waits until QEMU has ended.

@@ -4,9 +4,9 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use super::machine::NAMES;
@@ -18,6 +18,10 @@ use crate::site::{Where, terminate};
 const END: Duration = Duration::from_secs(20);
 /// Timeout of a migration, in seconds.
 const LIMIT: &str = "1800";
+/// Timeout for what a machine wrote to become part of its images.
+const MERGE: Duration = Duration::from_secs(120);
+/// How often to look.
+const LOOK: Duration = Duration::from_millis(100);
 /// The port of both sites.
 const PORT: u16 = 7077;
 
@@ -37,6 +41,7 @@ pub struct Done {
     pub image_wire_bytes: f64,
     pub disk_wire_bytes: f64,
     pub memory_bytes: f64,
+    pub unread_bytes: f64,
     pub rounds: f64,
 }
 
@@ -98,6 +103,29 @@ impl<'a> Sites<'a> {
     /// An image of a site.
     pub fn image(&self, side: usize, name: &str) -> PathBuf {
         self.home(side).join("images").join(name)
+    }
+
+    /// Has a site forget in which generation its images were written: digests decide.
+    pub fn forget_generations(&self, side: usize) -> Result<()> {
+        for image in fs::read_dir(self.home(side).join("mounted/overlays"))? {
+            match fs::remove_file(image?.path().join("generations")) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until what the machine wrote is part of the images that it has left.
+    pub fn merged(&self, side: usize) -> Result<()> {
+        let deadline = Instant::now() + MERGE;
+        while !self.run(side, &["changes", "--json"])?.trim().is_empty() {
+            if Instant::now() > deadline {
+                bail!("the changes are not merged");
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
     }
 
     /// Moves the machine that runs at `side` to the other one.

@@ -17,6 +17,9 @@ use crate::shell;
 
 /// Bytes.
 pub const MB: f64 = 1e6;
+/// MiB of a guest.
+const MEMORY: u32 = 96;
+const LARGE_MEMORY: u32 = 384;
 /// How long a guest is watched before it moves.
 const BEFORE: Duration = Duration::from_secs(4);
 /// Records that a guest makes before it is watched, and after it has moved.
@@ -43,7 +46,8 @@ pub struct Moved {
 pub struct Bench {
     net: Net,
     guest: Guest,
-    dirty: u32,
+    /// MiB of memory, and those that change with each record.
+    memory: (u32, u32),
     drover: PathBuf,
     dir: PathBuf,
     _work: Work,
@@ -51,14 +55,28 @@ pub struct Bench {
 
 impl Bench {
     pub fn new(lab: &Lab, line: Line, dirty: u32) -> Result<Self> {
+        Self::with(lab, line, (MEMORY, dirty), Guest::build)
+    }
+
+    /// With more memory than drover keeps back while disks are compared, and a guest that can use an ext4.
+    pub fn large(lab: &Lab, line: Line) -> Result<Self> {
+        Self::with(lab, line, (LARGE_MEMORY, 0), Guest::build_with_ext4)
+    }
+
+    fn with(
+        lab: &Lab,
+        line: Line,
+        memory: (u32, u32),
+        build: fn(&str, &Path) -> Option<Guest>,
+    ) -> Result<Self> {
         let work = lab.work("migrate")?;
         let dir = work.join("");
         // It says on standard error what is missing.
-        let guest = Guest::build("migrate", &dir).context("no guest: see lab/guest/fetch.sh")?;
+        let guest = build("migrate", &dir).context("no guest: see lab/guest/fetch.sh")?;
         Ok(Self {
             net: Net::like(Some(line), 1)?,
             guest,
-            dirty,
+            memory,
             drover: lab.binary()?,
             dir,
             _work: work,
@@ -76,7 +94,7 @@ impl Bench {
             _ => place.far(Path::new(QEMU)),
         };
         let dir = self.dir.join(NAMES[side]).join("qemu");
-        Machine::start(command, &dir, &self.guest, self.dirty, disks, start)
+        Machine::start(command, &dir, &self.guest, self.memory, disks, start)
     }
 
     pub fn empty_disk(&self, size: u64) -> Result<PathBuf> {

@@ -392,6 +392,11 @@ impl Redo {
         let mut redo = Self::without_changes(epoch, file, name, of.size);
         let parsed = redo.parse(of, length).map_err(&read)?;
         if matches!(parsed, Parsed::Sealed) {
+            if access == Access::Write {
+                // The seal of a killed process may only be in the page cache.
+                let synced = redo.file.sync();
+                synced.map_err(OverlayError::io("sync", &said))?;
+            }
             return Ok(OpenedRedo::Sealed(redo));
         }
         if redo.ends_with_seal(length).map_err(&read)? {

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use super::*;
 
 /// Makes the site at the destination wait at a place of the migration.
-struct Held(PathBuf);
+pub struct Held(PathBuf);
 
 impl Held {
-    fn at(sites: &mut Sites, place: &str) -> Held {
+    pub fn at(sites: &mut Sites, place: &str) -> Held {
         let path = sites.world.path(&place.replace(' ', "-"));
         let variable = format!("{place}:{}", path.display());
         sites.restart_with("far", &[("DROVER_TEST_HOLD", &variable)]);
@@ -16,12 +16,12 @@ impl Held {
     }
 
     /// Waits until it is there.
-    fn reached(&self) {
+    pub fn reached(&self) {
         let held = format!("{}.held", self.0.display());
         until("the place is reached", || Path::new(&held).exists());
     }
 
-    fn go_on(&self) {
+    pub fn go_on(&self) {
         fs::write(&self.0, "").unwrap();
     }
 }
@@ -109,7 +109,7 @@ async fn the_destination_dies_between_the_commitment_and_the_answer() {
         let mut there = sites.wait_for_it(to).await;
         let mut moving = Moving::begin(&sites, from, to, &[]);
         moving.until("step", "switch");
-        sites.running[usize::from(to == "far")].0.wait();
+        sites.site(to).wait();
         sites.serve_again(to, &[]);
         if place == "asked to take" {
             // Nobody knows whether all of it is there: it is not taken.

@@ -2,32 +2,35 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::world::PATIENCE;
 
-/// A proxy that can stop to forward, and says nothing of it.
-struct Proxy {
-    address: String,
+/// A proxy that can stop to forward, and says nothing of it, or cut all connections.
+pub struct Proxy {
+    pub address: String,
     black: Arc<AtomicBool>,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
 }
 
 impl Proxy {
-    fn to(to: SocketAddr) -> Proxy {
+    pub fn to(to: SocketAddr) -> Proxy {
         let listener = TcpListener::bind(own_address()).unwrap();
         let proxy = Proxy {
             address: listener.local_addr().unwrap().to_string(),
             black: Arc::default(),
+            streams: Arc::default(),
         };
-        let black = proxy.black.clone();
+        let (black, streams) = (proxy.black.clone(), proxy.streams.clone());
         std::thread::spawn(move || {
             for from in listener.incoming().map_while(Result::ok) {
                 let Ok(far) = TcpStream::connect(to) else {
                     continue;
                 };
+                streams.lock().unwrap().push(from.try_clone().unwrap());
                 let pairs = [
                     (from.try_clone().unwrap(), far.try_clone().unwrap()),
                     (far, from),
@@ -39,6 +42,13 @@ impl Proxy {
             }
         });
         proxy
+    }
+
+    /// Ends all connections that there are.
+    pub fn cut(&self) {
+        for stream in self.streams.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
     }
 }
 

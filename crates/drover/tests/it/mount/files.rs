@@ -196,6 +196,20 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
 }
 
 #[test]
+fn a_mount_is_ready_when_enough_of_it_is_here() {
+    if !can_mount("a_mount_is_ready_when_enough_of_it_is_here") {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 7);
+    let disk = m.mount("web.raw", "disk", &["--wait-local", "100%"]);
+    let now = m.disk();
+    assert_eq!(now["local"], now["size"], "{now}");
+    assert!(fs::read(&disk).unwrap() == bytes);
+    m.unmount(&disk, &[]).ok();
+}
+
+#[test]
 fn a_mount_that_fails_at_the_last_step_holds_nothing() {
     if !can_mount("a_mount_that_fails_at_the_last_step_holds_nothing") {
         return;

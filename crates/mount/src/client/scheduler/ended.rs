@@ -57,6 +57,10 @@ impl<T> Scheduler<T> {
             let Some(asked) = self.in_flight.remove(&id) else {
                 continue;
             };
+            if asked.job.repeats {
+                // It is kept, and repeated once more.
+                continue;
+            }
             if !asked.job.survives() {
                 lost.push(asked.job);
                 continue;
@@ -82,6 +86,7 @@ impl<T> Scheduler<T> {
         let (kept, gone) = self.front.drain(..).partition(Job::survives);
         self.front = kept;
         lost.extend(gone);
+        self.unflushed.repeat(self.shape.size);
         lost
     }
 
@@ -98,6 +103,10 @@ impl<T> Scheduler<T> {
             .collect();
         let stalled = !ids.is_empty();
         for id in ids {
+            if self.in_flight.get(&id).is_some_and(|a| a.job.repeats) {
+                // It stays until the link is down: those that overlap it must not overtake it.
+                continue;
+            }
             if let Some(asked) = self.remove(id) {
                 out.push(self.give_up(asked));
             }
@@ -125,6 +134,19 @@ impl<T> Scheduler<T> {
             if matches!(job.request, Request::Write { .. } | Request::Zero { .. }) {
                 job.deadline = job.deadline.max(deadline);
             }
+        }
+    }
+
+    /// A repeated change was answered: the others get a deadline no earlier than `deadline`, and so do the requests that
+    /// wait for them, if no link has come as far before (`farther`).
+    pub(super) fn goes_on(&mut self, deadline: Duration, farther: bool) {
+        let repeated = self.in_flight.values_mut().map(|asked| &mut asked.job);
+        for job in repeated.filter(|job| job.repeats) {
+            job.deadline = job.deadline.max(deadline);
+        }
+        let waiting = self.front.iter_mut().chain(&mut self.back);
+        for job in waiting.filter(|job| farther && job.survives()) {
+            job.deadline = job.deadline.max(deadline);
         }
     }
 

@@ -1,5 +1,6 @@
 //! A request, and what the scheduler needs to know about its replies.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,6 +20,10 @@ pub struct Job<T> {
     pub deadline: Duration,
     /// Its chunks have arrived with a wrong digest before.
     pub again: bool,
+    /// For a flush: the changes that it makes durable, a mark of [`Unflushed`](super::unflushed::Unflushed).
+    pub covers: u64,
+    /// It repeats a change that an earlier link has answered.
+    pub repeats: bool,
     /// The receiver of the reply.
     pub to: T,
 }
@@ -44,6 +49,8 @@ impl<T> Job<T> {
             body,
             deadline,
             again: false,
+            covers: 0,
+            repeats: false,
             to,
         }
     }
@@ -82,6 +89,8 @@ impl<T> Job<T> {
     /// The kind of connection it needs.
     pub fn connection(&self) -> ConnectionKind {
         match self.request {
+            // All on one connection: the site makes overlapping ones in this order.
+            _ if self.repeats => ConnectionKind::Front,
             Request::Write { .. } | Request::Zero { .. } | Request::DirectWrite { .. } => {
                 ConnectionKind::Push
             }
@@ -115,6 +124,18 @@ pub struct ChunksReply {
     pub echo: u64,
     /// Whether the site had nothing else to send.
     pub last: bool,
+}
+
+/// The range of bytes that a direct change changes.
+pub fn changed(request: &Request) -> Option<Range<u64>> {
+    let (offset, length) = match *request {
+        Request::DirectWrite { offset, length, .. } => (offset, length.into()),
+        Request::DirectZero { offset, length, .. } | Request::DirectTrim { offset, length, .. } => {
+            (offset, length)
+        }
+        _ => return None,
+    };
+    Some(offset..offset.saturating_add(length))
 }
 
 /// The same request with another ID.

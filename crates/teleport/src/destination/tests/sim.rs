@@ -234,7 +234,7 @@ impl World {
             }
             0 => {
                 s.end_sent = true;
-                self.source(source::Event::WalkEnded(WHOLE));
+                self.source(source::Event::WalkEnded(Some(WHOLE)));
             }
             1 => {
                 let event = s.to_destination.pop_front().unwrap();
@@ -364,6 +364,7 @@ impl World {
                     s.to_destination.push_back(Event::Batch(Arc::new(batch)));
                 }
                 source::Action::End(digest) => s.to_destination.push_back(Event::End(digest)),
+                source::Action::Skip(_) => unreachable!("it is not told what to skip"),
                 source::Action::Literals(runs) => split(&mut self.rng, &runs, &mut s.literals),
                 source::Action::Done(_) => s.done = true,
             }
@@ -446,7 +447,7 @@ impl World {
             }
             Action::Finish(digest) => {
                 let delivered = Delivered {
-                    digest,
+                    digest: digest.expect("all was read"),
                     ..Delivered::default()
                 };
                 let event = source::Event::Delivered(delivered);

@@ -77,7 +77,7 @@ impl Session {
             lap.wait(&self.shared.stages.check);
             let event = match frame.kind {
                 kind::BATCH => Event::Batch(Arc::new(Batch::decode(&frame.payload)?)),
-                kind::END => Event::End(decode::<End>(&frame.payload)?.digest),
+                kind::END => Event::End(Some(decode::<End>(&frame.payload)?.digest)),
                 kind::GIVE_UP => {
                     let _: GiveUp = decode(&frame.payload)?;
                     remove_dir(&comparison.transfer.dir);
@@ -216,7 +216,7 @@ impl Comparison {
             Event::End(digest) => {
                 let whole = self.blocks.walk_blocks() == self.base.map.layout.walk_blocks();
                 let untouched = Stamp::of_path(&self.record.path).ok() == Some(self.stamp);
-                Ok(whole && untouched && *digest == self.record.digest)
+                Ok(whole && untouched && *digest == Some(self.record.digest))
             }
             _ => Ok(false),
         }

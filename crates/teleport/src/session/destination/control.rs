@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use drover_net::{Code, Frame, encode};
 use tokio::sync::{mpsc, watch};
 
@@ -51,6 +52,8 @@ pub struct Session {
     pub shared: Arc<SessionShared>,
     pub out: mpsc::Sender<Frame>,
     pub stop: watch::Receiver<bool>,
+    /// Of the disk that is offered next, encoded.
+    pub generations: Option<Bytes>,
 }
 
 impl Session {

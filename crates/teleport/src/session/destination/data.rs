@@ -128,7 +128,10 @@ async fn receive(
         let mut lap = Lap::start();
         shared.activity.touch();
         stage.add_bytes(frame_bytes(frame.payload.len()));
-        if !matches!(frame.kind, kind::BATCH | kind::END) {
+        if !matches!(
+            frame.kind,
+            kind::BATCH | kind::SKIPPED | kind::END | kind::END_UNREAD
+        ) {
             if literals.send(frame).await.is_err() {
                 return Ok(());
             }

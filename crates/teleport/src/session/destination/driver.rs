@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::{BLOCK_SIZE_U64, Digest};
-use drover_index::{Plan, SequenceStore};
+use drover_index::{Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::Frame;
 use drover_store::DataBits;
 use drover_store::sequences::From;
@@ -18,11 +18,12 @@ use tokio::sync::mpsc;
 use super::event::DriverEvent;
 use super::prepare::{Prepared, check_quotas, check_room};
 use super::reuse::{self, Job, Work};
+use super::taken::Known;
 use super::waits;
 use crate::TeleportError;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, ReuseJob, Run};
-use crate::protocol::{Delivered, GiveUp, kind};
+use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
 use crate::session::literals_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
@@ -40,10 +41,11 @@ const SYNC_EVERY_AT_END: Duration = Duration::from_millis(100);
 /// Threads that copy and verify blocks.
 const REUSE_THREADS: usize = 2;
 
-/// Runs one image to its end: `Some` when it was delivered, `None` when the source gave it up.
+/// Runs one image, of which the site has what is `known`, to its end: `Some` when it was delivered, `None` when the source gave it up.
 pub fn drive(
     site: &Arc<Site>,
     prepared: Prepared,
+    known: Option<Known>,
     mut events: mpsc::Receiver<DriverEvent>,
     out: &mpsc::Sender<Frame>,
 ) -> Result<Option<Delivered>, TeleportError> {
@@ -51,6 +53,7 @@ pub fn drive(
     let mut driver = Driver {
         site,
         prepared,
+        known,
         workers,
         out,
         comparing: HashMap::new(),
@@ -93,7 +96,7 @@ pub fn drive(
 }
 
 enum Ended {
-    Whole(Digest),
+    Whole(Option<Digest>),
     GivenUp(GiveUp),
     Stopped,
 }
@@ -198,11 +201,12 @@ fn sync_now_and_then(
 struct Driver<'a> {
     site: &'a Arc<Site>,
     prepared: Prepared,
+    known: Option<Known>,
     workers: Workers,
     out: &'a mpsc::Sender<Frame>,
     /// Batches that are being matched and compared; the first result waits here for the other.
     comparing: HashMap<u64, Half>,
-    finish: Option<Digest>,
+    finish: Option<Option<Digest>>,
     lap: Lap,
 }
 
@@ -230,6 +234,11 @@ impl Driver<'_> {
             self.lap.wait(&self.prepared.incoming.stages.drive);
             self.prepared.incoming.activity.touch();
             match event {
+                DriverEvent::Machine(Event::End(None)) if self.known.is_none() => {
+                    let text = "the source did not read an image of which nothing was known";
+                    return Err(TeleportError::Protocol(text.into()));
+                }
+                DriverEvent::Skipped(index) => self.take(index)?,
                 DriverEvent::Machine(event) => {
                     if let Event::End(_) = &event {
                         let _ = self.workers.sync.try_send(());
@@ -369,6 +378,53 @@ impl Driver<'_> {
         Ok(())
     }
 
+    /// Takes a batch from the old copy of the disk.
+    fn take(&mut self, index: u64) -> Result<(), TeleportError> {
+        let next = self.prepared.machine.next_batch();
+        let known = self.known.as_ref();
+        let Some(known) = known.filter(|known| index == next && known.have.has(index)) else {
+            let text =
+                format!("the source skipped batch {index}, which is not known or not the next");
+            return Err(TeleportError::Protocol(text));
+        };
+        let takes = BATCH_BLOCKS * BLOCK_SIZE_U64;
+        if !self.site.has_room(takes) {
+            check_room(self.site, takes, 0)?;
+        }
+        let Prepared {
+            transfer,
+            transit,
+            incoming,
+            matcher,
+            digest,
+            ..
+        } = &mut self.prepared;
+        self.lap.busy(&incoming.stages.drive);
+        let (batch, full) = known.take(index, transfer, &incoming.stages)?;
+        self.lap.skip();
+        let count = batch.digests.len() as u32;
+        let literal = PlanRun {
+            count,
+            origin: Origin::Literal,
+            via: Via::Literal,
+        };
+        let runs = if count > 0 { vec![literal] } else { vec![] };
+        let stores = Vec::new();
+        transit.arrived(&batch);
+        // After a cut, what is not in place is asked for.
+        transfer.log_batch(&batch, &Plan { runs, stores })?;
+        self.lap.busy(&incoming.stages.log);
+        if count > 0 {
+            matcher.record(batch.clone());
+        }
+        if let Some(digest) = digest {
+            digest.batch(&transfer.layout, batch.clone(), full);
+        }
+        transit.complete(index);
+        self.step(Event::Taken(batch))?;
+        self.say(kind::ACK, index.to_le_bytes().to_vec())
+    }
+
     /// Logs a plan with its batch, then acts on it, skipping blocks already in place.
     fn planned(
         &mut self,
@@ -456,7 +512,7 @@ impl Driver<'_> {
 fn deliver(
     site: &Arc<Site>,
     mut prepared: Prepared,
-    expected: Digest,
+    expected: Option<Digest>,
 ) -> Result<Delivered, TeleportError> {
     let (stages, mut lap) = (prepared.incoming.stages.clone(), Lap::start());
     let (stages, transfer) = (&stages, &prepared.transfer);
@@ -472,7 +528,7 @@ fn deliver(
         Some(digest) => digest.finish(&transfer.layout),
         None => digest_file(&part_path, &mut |_, _| {})?,
     };
-    if found != expected {
+    if let Some(expected) = expected.filter(|expected| *expected != found) {
         // Nothing in it can be trusted: the next attempt starts over.
         prepared.discard(site);
         return Err(TeleportError::WrongDigest { expected, found });

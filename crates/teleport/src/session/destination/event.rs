@@ -27,6 +27,8 @@ pub enum DriverEvent {
         /// Data blocks already in place, by order among the batch's data blocks.
         blocks: DataBits,
     },
+    /// The source skips a batch that the destination has.
+    Skipped(u64),
     /// A worker failed.
     Failed(TeleportError),
     /// The source gave the image up.

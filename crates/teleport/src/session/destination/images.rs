@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 use super::compare::Compared;
 use super::control::{Frames, Session, idle, stopped};
 use super::event::DriverEvent;
+use super::taken::Known;
 use super::{driver, prepare};
 use crate::TeleportError;
 use crate::codec::Batch;
@@ -62,6 +63,9 @@ impl Session {
                         }
                         return Err(e);
                     }
+                }
+                kind::GENERATIONS if self.generations.is_none() => {
+                    self.generations = Some(frame.payload);
                 }
                 // The source gave up before it received the refusal.
                 kind::GIVE_UP => return Ok(()),
@@ -136,6 +140,12 @@ impl Session {
                 .unless_stopped(self.estimate(offer, event, frames))
                 .await;
         }
+        if let Some(known) = self.known(&offer, &layout).await? {
+            let known = Some(known);
+            return self
+                .transfer(offer, event, &layout, None, known, frames)
+                .await;
+        }
         let done = match self.compare(&offer, &layout.encoded, frames).await? {
             Compared::Same(delivered) => {
                 event.what = SendStep::Unchanged;
@@ -143,14 +153,36 @@ impl Session {
             }
             Compared::GivenUp => Ok(()),
             Compared::Differs(first) => {
-                self.transfer(offer, event, &layout, Some(first), frames)
+                let first = Some(first);
+                self.transfer(offer, event, &layout, first, None, frames)
                     .await
             }
-            Compared::Not => self.transfer(offer, event, &layout, None, frames).await,
+            Compared::Not => {
+                self.transfer(offer, event, &layout, None, None, frames)
+                    .await
+            }
         };
         // Its memory counts until the image has ended.
         drop(layout);
         done
+    }
+
+    /// What the site has of the image in an old copy of its disk.
+    async fn known(
+        &mut self,
+        offer: &Offer,
+        layout: &ReceivedLayout,
+    ) -> Result<Option<Known>, TeleportError> {
+        let Some(generations) = self.generations.take() else {
+            return Ok(None);
+        };
+        let (site, peer) = (self.site.clone(), self.shared.peer);
+        let (offer, layout) = (offer.clone(), layout.encoded.clone());
+        let found = tokio::task::spawn_blocking(move || {
+            let layout = prepare::decode_layout(&offer, &layout)?;
+            Known::find(&site, &peer, &offer, layout, &generations)
+        });
+        found.await.map_err(|_| stopped())?
     }
 
     /// Refuses an image that the peer may not deliver.
@@ -162,7 +194,7 @@ impl Session {
         checked.await.map_err(|_| stopped())?
     }
 
-    /// Transfers an image. `begun` is the first batch that a comparison found to differ: in that case the offer has
+    /// Transfers an image, of which the site has what is `known`. `begun` is the first batch that a comparison found to differ: in that case the offer has
     /// been accepted, and everything before it is in the transfer's log.
     async fn transfer(
         &mut self,
@@ -170,6 +202,7 @@ impl Session {
         event: &mut SendEvent,
         layout: &ReceivedLayout,
         begun: Option<Event>,
+        known: Option<Known>,
         frames: &mut Frames,
     ) -> Result<(), TeleportError> {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
@@ -194,7 +227,10 @@ impl Session {
             total_blocks: prepared.incoming.layout.walk_blocks(),
             done_blocks: prepared.done_blocks.clone(),
         });
-        if let Err(e) = self.accept(begun, &mut prepared, &events).await {
+        if let Err(e) = self
+            .accept(begun, known.as_ref(), &mut prepared, &events)
+            .await
+        {
             // Dropping it waits for its threads.
             let _ = tokio::task::spawn_blocking(move || drop(prepared)).await;
             return Err(e);
@@ -204,7 +240,7 @@ impl Session {
         let hold_stop = prepared.hold.stop.clone();
         let (site, out) = (self.site.clone(), self.out.clone());
         let mut driver =
-            tokio::task::spawn_blocking(move || driver::drive(&site, prepared, queue, &out));
+            tokio::task::spawn_blocking(move || driver::drive(&site, prepared, known, queue, &out));
         let ended = loop {
             let why = tokio::select! {
                 done = &mut driver => break done.map_err(|_| stopped()),
@@ -240,6 +276,7 @@ impl Session {
     async fn accept(
         &self,
         begun: Option<Event>,
+        known: Option<&Known>,
         prepared: &mut prepare::Prepared,
         events: &mpsc::Sender<DriverEvent>,
     ) -> Result<(), TeleportError> {
@@ -248,6 +285,9 @@ impl Session {
             resumed_blocks: prepared.machine.counts().resumed_blocks,
             open_batches: prepared.machine.open_batches() as u64,
         };
+        if let Some(known) = known {
+            self.send(kind::HAVE, known.have.encode()).await?;
+        }
         match begun {
             None => self.send(kind::ACCEPT, encode(&accept)).await?,
             Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
@@ -327,7 +367,13 @@ async fn forward(
     let frame = frame?;
     let event = match frame.kind {
         kind::BATCH => DriverEvent::Machine(Event::Batch(Arc::new(Batch::decode(&frame.payload)?))),
-        kind::END => DriverEvent::Machine(Event::End(decode::<End>(&frame.payload)?.digest)),
+        kind::END => DriverEvent::Machine(Event::End(Some(decode::<End>(&frame.payload)?.digest))),
+        kind::SKIPPED => {
+            let index = frame.payload.as_ref().try_into().map(u64::from_le_bytes);
+            let malformed = || TeleportError::Protocol("a malformed number of a batch".into());
+            DriverEvent::Skipped(index.map_err(|_| malformed())?)
+        }
+        kind::END_UNREAD => DriverEvent::Machine(Event::End(None)),
         kind::GIVE_UP => DriverEvent::GiveUp(decode::<GiveUp>(&frame.payload)?),
         other => {
             return Err(TeleportError::Protocol(format!(

@@ -104,9 +104,8 @@ pub fn prepare(
     events: mpsc::Sender<DriverEvent>,
     stop: &watch::Receiver<bool>,
 ) -> Result<Prepared, TeleportError> {
-    let layout = Layout::decode(encoded_layout, layout_limits())
-        .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
-    check(site, &offer, &layout)?;
+    let layout = decode_layout(&offer, encoded_layout)?;
+    check(site, &offer)?;
     let SessionShared {
         peer,
         peer_name,
@@ -253,12 +252,19 @@ pub fn prepare(
     })
 }
 
-fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportError> {
+/// Decodes the layout of an offer.
+pub fn decode_layout(offer: &Offer, encoded: &[u8]) -> Result<Layout, TeleportError> {
+    let layout = Layout::decode(encoded, layout_limits())
+        .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
     if layout.file_len() != offer.file_bytes || layout.walk_blocks() != offer.walk_blocks {
         return Err(TeleportError::Protocol(
             "the offer and its layout differ".into(),
         ));
     }
+    Ok(layout)
+}
+
+fn check(site: &Site, offer: &Offer) -> Result<(), TeleportError> {
     if offer.format.parse::<Format>().is_err() {
         return Err(TeleportError::Protocol(
             "the offer has an unknown image format".into(),

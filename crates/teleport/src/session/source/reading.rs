@@ -1,12 +1,13 @@
 //! An image being read: a thread walks it ahead of the socket, up to the limit of the window.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use drover_core::Digest;
 use drover_image::{Outgoing, open_for_sending};
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
+use crate::codec::Have;
 use crate::progress::Counters;
 use crate::protocol::BATCH_BLOCKS;
 use crate::session::SendItem;
@@ -24,6 +25,10 @@ pub struct Begun {
     /// The number of batches that may be read; the end of the session when it is dropped.
     pub walk_to: watch::Sender<u64>,
     pub walked: mpsc::Receiver<Result<Walked, TeleportError>>,
+    /// The batches that need not be read, if the destination says so before it accepts.
+    pub have: Arc<OnceLock<Have>>,
+    /// The generations of the disk, encoded.
+    pub generations: Option<Arc<[u8]>>,
 }
 
 impl Begun {
@@ -33,23 +38,32 @@ impl Begun {
         ahead: u64,
         counters: Arc<Counters>,
     ) -> Result<Self, TeleportError> {
+        let mut generations = None;
         let (image, stamp) = match &item.snapshot {
-            Some(snapshot) => (snapshot.image.clone(), snapshot.stamp),
+            Some(snapshot) => {
+                generations.clone_from(&snapshot.generations);
+                (snapshot.image.clone(), snapshot.stamp)
+            }
             None => {
                 let image = open_for_sending(&item.path, item.conversion)?;
                 let stamp = stamp_of(&image);
                 (Arc::new(image), stamp)
             }
         };
+        // What need not be read is known once it is accepted.
+        let ahead = if generations.is_some() { 0 } else { ahead };
         let (walk_to, limit) = watch::channel(ahead);
         let (batches, walked) = mpsc::channel(WALK_QUEUE);
-        let walker = image.clone();
-        tokio::task::spawn_blocking(move || walk(&walker, limit, &batches, &counters));
+        let (walker, have) = (image.clone(), Arc::new(OnceLock::new()));
+        let skip = have.clone();
+        tokio::task::spawn_blocking(move || walk(&walker, limit, &skip, &batches, &counters));
         Ok(Self {
             image,
             stamp,
             walk_to,
             walked,
+            have,
+            generations,
         })
     }
 }
@@ -62,19 +76,24 @@ pub enum Walked {
         data: u64,
         frame: Vec<u8>,
     },
-    End(Digest),
+    /// A batch that was not read.
+    Skipped { index: u64, blocks: u64 },
+    /// With the digest, unless batches were skipped.
+    End(Option<Digest>),
 }
 
 /// Walks the image as far as the window allows, repeatedly as it grows. Blocks the thread.
 fn walk(
     image: &Outgoing,
     mut limit: watch::Receiver<u64>,
+    have: &OnceLock<Have>,
     batches: &mpsc::Sender<Result<Walked, TeleportError>>,
     counters: &Counters,
 ) {
     let mut walk = Walk::new(image);
     let total = image.layout.walk_blocks().div_ceil(BATCH_BLOCKS);
     let (stages, mut lap) = (&counters.stages, Lap::start());
+    let mut skipped = false;
     for index in 0..total {
         let allowed = tokio::runtime::Handle::current()
             .block_on(limit.wait_for(|l| *l > index))
@@ -83,6 +102,18 @@ fn walk(
             return; // The session is over.
         }
         lap.wait(&stages.read);
+        if have.get().is_some_and(|have| have.has(index)) {
+            walk.skip_batch();
+            skipped = true;
+            let blocks = image.layout.walk_blocks() - index * BATCH_BLOCKS;
+            let blocks = blocks.min(BATCH_BLOCKS);
+            Counters::add(&counters.walked_blocks, blocks);
+            let next = Walked::Skipped { index, blocks };
+            if batches.blocking_send(Ok(next)).is_err() {
+                return;
+            }
+            continue;
+        }
         let next = match walk.next_timed(stages, &mut lap) {
             Ok(Some(batch)) => {
                 Counters::add(&counters.walked_blocks, batch.data.blocks());
@@ -105,7 +136,10 @@ fn walk(
         }
         lap.wait(&stages.digest);
     }
-    let digest = walk.digest();
+    let digest = match skipped {
+        true => Ok(None),
+        false => walk.digest().map(Some),
+    };
     lap.busy(&stages.digest);
     let _ = batches.blocking_send(digest.map(Walked::End));
 }

@@ -1,6 +1,13 @@
 //! Interrupted epochs: parts that were accepted stay staged, and only those.
 
+use std::io;
+
+use drover_storage::{Access, Operation};
+
 use super::*;
+
+/// Bytes of a seal.
+const SEAL: usize = 32;
 
 /// What a writer that was interrupted does: asks what is staged, sends the rest of `wanted`, commits.
 fn go_on(overlay: &Overlay, epoch: Epoch, wanted: &[u8], changed: &[bool]) -> u64 {
@@ -208,5 +215,51 @@ fn whatever_becomes_of_epochs_the_device_is_at_one_of_them() {
             }
             assert!(everything(&overlay) == model, "{said}");
         }
+    }
+}
+
+/// A process was killed before it had synced the seal, and its epoch counts: it must not vanish afterwards.
+#[test]
+fn an_epoch_that_counts_is_durable() {
+    let base = image(64 * BLOCK);
+    let epoch = Epoch(0).after(77);
+    let changes = [write(0, 1, 20 * BLOCK)];
+    let full = |fake: &FakeDirectory| {
+        fake.set_faults(|operation, name| {
+            let copies = operation == Operation::Write && name == DATA;
+            copies.then_some(io::ErrorKind::StorageFull)
+        });
+    };
+    let killed = FakeDirectory::default();
+    let overlay = open_fake(&killed, &base).unwrap();
+    overlay.stage(epoch, &changes).unwrap();
+    full(&killed);
+    overlay.seal(epoch, 20 * BLOCK).unwrap();
+    drop(overlay);
+    for seed in 0..20 {
+        let fake = FakeDirectory::new(512, seed);
+        for name in killed.list().unwrap() {
+            let bytes = killed.bytes(&name).unwrap();
+            let synced = match name.starts_with("epoch-") {
+                true => bytes.len() - SEAL,
+                false => bytes.len(),
+            };
+            fake.put(&name, &bytes[..synced]);
+            if synced < bytes.len() {
+                let file = fake.open(&name, Access::Write).unwrap();
+                file.write_at(&bytes[synced..], synced as u64).unwrap();
+            }
+        }
+        full(&fake);
+        let overlay = open_fake(&fake, &base).unwrap();
+        assert_eq!(overlay.committed(), epoch);
+        drop(overlay);
+        fake.cut_power_at(fake.steps());
+        let overlay = open_fake(&fake.after_crash(seed), &base).unwrap();
+        assert_eq!(overlay.committed(), epoch, "seed {seed}");
+        assert_eq!(
+            everything(&overlay)[..20 * BLOCK as usize],
+            [1; 20 * BLOCK as usize]
+        );
     }
 }

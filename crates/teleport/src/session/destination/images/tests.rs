@@ -43,6 +43,7 @@ async fn ends() -> Ends {
             shared: Arc::new(shared),
             out,
             stop: stopped,
+            generations: None,
         },
         frames: Frames {
             control,

@@ -1,0 +1,79 @@
+//! Starting a machine from the disks of its replica.
+
+use drover_core::ImageName;
+use drover_hypervisor::Place;
+use drover_migrate::Site;
+use drover_net::{Code, Refusal};
+use drover_store::machine::{Generation, MachineRecord, Owner};
+use drover_store::replica::Replica;
+
+use super::SiteMachines;
+use super::start::{Why, is_listening, start};
+use crate::error::failed;
+
+/// Whether a machine that has left is the one that a replica is of.
+fn is_same(known: &MachineRecord, of: &Replica) -> bool {
+    let is_from = matches!(&known.owner, Owner::There(site) if site.key == of.from.key);
+    known.seed == of.seed || is_from || known.disks.is_empty()
+}
+
+impl SiteMachines {
+    /// Whether config.toml says how a machine of peers of this domain is started.
+    pub fn is_startable(&self, name: &ImageName, domain: &str) -> bool {
+        let config = self.config(name);
+        config.is_ok_and(|config| config.domain == domain && !config.start.is_empty())
+    }
+
+    /// The machine of a replica that has taken over is this site's: serves its disks, and boots it. Done again, it does what is
+    /// left to do.
+    ///
+    /// # Errors
+    /// When there is another machine of that name, or it cannot be started.
+    pub async fn boot(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
+        let images = of.point.iter().flat_map(|point| &point.images);
+        let (disks, devices): (Vec<_>, Vec<_>) = images
+            .map(|image| (image.name.clone(), image.device.as_str()))
+            .unzip();
+        let held = |text: String| Err(Refusal::new(Code::Held, text));
+        let Some(_lock) = self.machines.lock(name).map_err(failed)? else {
+            return held(format!("another process moves {name}"));
+        };
+        let record = match self.machines.load(name)? {
+            Some(known) if known.under_way.is_some() => {
+                return held(format!("a machine called {name} is being moved"));
+            }
+            Some(known) if known.owner == Owner::Here && known.disks == disks => known,
+            Some(known) if known.owner == Owner::Here => {
+                return held(format!("another machine called {name} is here already"));
+            }
+            Some(known) if !is_same(&known, of) => {
+                return held(format!(
+                    "another machine called {name} was here before, and has moved to another site: start this one from its disks"
+                ));
+            }
+            // It was here before, and its replica has come back.
+            Some(mut known) => {
+                known.generation = known.generation.next();
+                known.owner = Owner::Here;
+                known.disks = disks;
+                known
+            }
+            None => {
+                let mut new = MachineRecord::new(of.seed, disks);
+                // Its disks are served after a restart of the site, too.
+                new.generation = Generation(1);
+                new
+            }
+        };
+        self.machines.store(name, &record)?;
+        let served = self.open_disks(name, &record).await?;
+        let place = self.hypervisor(name)?;
+        if let Place::Qmp(socket) = &place
+            && !is_listening(socket).await
+        {
+            start(name, socket, &self.config(name)?.start, Why::Boot).await?;
+        }
+        let booted = drover_migrate::boot(name, &place, &served, &devices).await;
+        booted.map_err(|e| Refusal::new(Code::Failed, e.to_string()))
+    }
+}

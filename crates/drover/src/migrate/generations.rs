@@ -1,0 +1,96 @@
+//! Generations of a machine's disks: asked from the site that serves them before they are sent, and told to the peer that has
+//! the machine when they were left, so that the way back costs no more than what changed.
+
+use std::pin::Pin;
+
+use drover_agent::error::{Result, one_line};
+use drover_agent::home::Home;
+use drover_agent::images;
+use drover_agent::machines::GetGenerations;
+use drover_agent::remote::Call;
+use drover_core::ImageName;
+use drover_migrate::protocol::TellGenerations;
+use drover_migrate::{DiskGenerations, MoveReport};
+use drover_store::machine::MAX_DISKS;
+use drover_store::{ImageRecord, Peer};
+
+/// What the running site knows of the disks of a machine that it serves.
+pub struct OfSite {
+    /// The site.
+    pub home: Home,
+    /// The machine.
+    pub machine: ImageName,
+}
+
+impl OfSite {
+    async fn ask(&self, disk: u32) -> Result<Option<Vec<u8>>> {
+        let name = self.machine.clone();
+        Ok(match Call::local(&self.home).await? {
+            Some(call) => call.ask(&GetGenerations { name, disk }, |()| {}).await?,
+            None => None,
+        })
+    }
+}
+
+impl DiskGenerations for OfSite {
+    fn of(&self, disk: u32) -> Pin<Box<dyn Future<Output = Option<Vec<u8>>> + Send + '_>> {
+        Box::pin(async move {
+            let asked = self.ask(disk).await;
+            if let Err(e) = &asked {
+                tracing::warn!(
+                    "the generations of disk {disk} are unknown: {}",
+                    one_line(e)
+                );
+            }
+            asked.ok()?
+        })
+    }
+}
+
+/// Tells a peer the generations of the disks that a machine has left here; `files` are those that are files, as they were
+/// indexed. It has moved: without this, its way back is only slower.
+pub async fn tell(
+    home: &Home,
+    peer: &Peer,
+    machine: &ImageName,
+    report: &MoveReport,
+    files: Vec<(u32, ImageRecord)>,
+) {
+    let Ok(there) = ImageName::new(report.machine.as_str()) else {
+        return;
+    };
+    let of_site = OfSite {
+        home: home.clone(),
+        machine: machine.clone(),
+    };
+    for disk in 0..MAX_DISKS as u32 {
+        let generations = match files.iter().find(|(n, _)| *n == disk) {
+            Some((_, file)) => images::freeze_left(home, machine, file),
+            None if report.left_disks.iter().any(|(n, _)| *n == disk) => Ok(None),
+            None => of_site.ask(disk).await,
+        };
+        let told = async {
+            let (Some(generations), Some(token)) = (generations?, report.token) else {
+                return Ok(());
+            };
+            let tell = TellGenerations {
+                machine: there.clone(),
+                token,
+                disk,
+                generations,
+            };
+            Call::peer(&home.identity()?, peer)
+                .await?
+                .ask(&tell, |()| {})
+                .await
+        };
+        if let Err(e) = told.await {
+            tracing::warn!(
+                "{} is not told what disk {disk} has here: {}",
+                peer.name,
+                one_line(&e)
+            );
+            return;
+        }
+    }
+}

@@ -1,0 +1,483 @@
+//! Machines that libvirt manages.
+
+use std::fs;
+
+use drover_hypervisor::testing::{Libvirt, Qemu};
+
+use super::faults::Held;
+use super::{Moving, SIZE, Sites};
+use crate::world::{World, own_address, until};
+
+/// Two sites, each with a libvirt.
+struct Managed {
+    // Dropped before the directory of all.
+    near: Libvirt,
+    far: Libvirt,
+    sites: Sites,
+}
+
+impl Managed {
+    fn new(test: &str) -> Option<Managed> {
+        let world = World::new();
+        let near = Libvirt::start(test, &world.path("ln"))?;
+        let far = Libvirt::start(test, &world.path("lf"))?;
+        let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
+        let sites = Sites::expecting(test, world, &homes, |_, home| {
+            let libvirt = if home == "near" { &near } else { &far };
+            format!("libvirt = {:?}", libvirt.uri())
+        })?;
+        let managed = Managed { sites, near, far };
+        let path = managed.path("web.raw");
+        fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+        let disk = format!(
+            "<disk type='file'><driver name='qemu' type='raw'/><source file='{path}'/><target dev='vda' bus='virtio'/></disk>"
+        );
+        managed.near.define(&managed.sites.guest, &disk);
+        managed.define_served("far");
+        Some(managed)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.sites.world.path(name).display().to_string()
+    }
+
+    fn libvirt(&self, home: &str) -> &Libvirt {
+        match home {
+            "near" => &self.near,
+            _ => &self.far,
+        }
+    }
+
+    /// Defines the machine with the disk that the site serves.
+    fn define_served(&self, home: &str) {
+        let socket = self.path(&format!("{home}/machines/.web.nbd"));
+        let disk = format!(
+            "<disk type='network'><driver name='qemu' type='raw' error_policy='stop'/><source protocol='nbd' name='disk-0'>
+            <host transport='unix' socket='{socket}'/></source><target dev='vda' bus='virtio'/></disk>"
+        );
+        self.libvirt(home).define(&self.sites.guest, &disk);
+    }
+
+    fn begin(&self, from: &str, to: &str, options: &[&str]) -> Moving {
+        Moving::begin_of(&self.sites, "libvirt:web", from, to, options)
+    }
+
+    fn state(&self, home: &str) -> String {
+        let state = self.libvirt(home).virsh(&["domstate", "web"]).unwrap();
+        state.trim().to_owned()
+    }
+
+    /// The machine has not left: it writes on, to the disk that it had, and nothing of the migration is left.
+    async fn stays(&self, console: &mut Qemu) {
+        assert_eq!(self.state("near"), "running");
+        assert_eq!(self.sites.state("near"), "here");
+        for inactive in [false, true] {
+            let disks = self.disks("near", inactive);
+            assert!(disks.contains("web.raw"), "{disks}");
+        }
+        let work = self.sites.world.path("near/machines/.web.move");
+        assert!(!work.exists());
+        let beat = console.all_said("beat").last().copied().unwrap_or(0);
+        console.wait_said("beat", beat + 20).await;
+        assert!(console.verify().await >= beat + 20);
+    }
+
+    /// Ends the machine after a move that was killed: while it migrates, libvirt 9.0 may crash of that.
+    fn switch_off(&self) {
+        until("libvirt has noticed", || {
+            let job = self.near.virsh(&["domjobinfo", "web"]).unwrap();
+            job.contains("None")
+        });
+        self.near.virsh(&["destroy", "web"]).unwrap();
+    }
+
+    fn starts_with_host(&self, home: &str) -> bool {
+        let told = self.libvirt(home).virsh(&["dominfo", "web"]).unwrap();
+        let line = told.lines().find(|line| line.starts_with("Autostart:"));
+        line.unwrap().ends_with("enable")
+    }
+
+    /// The files of its disks at a site, as they are or will be at the next start.
+    fn disks(&self, home: &str, inactive: bool) -> String {
+        let inactive: &[&str] = if inactive { &["--inactive"] } else { &[] };
+        let listed = [&["domblklist", "web"], inactive].concat();
+        self.libvirt(home).virsh(&listed).unwrap()
+    }
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_moves_and_comes_back() {
+    let Some(managed) = Managed::new("a_machine_of_libvirt_moves_and_comes_back") else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    let before = near.wait_said("beat", 20).await;
+    let dry = ["migrate", "libvirt:web", "far", "--dry-run"];
+    managed.sites.world.run("near", &dry).ok();
+    assert!(
+        managed.disks("near", false).contains("web.raw"),
+        "untouched"
+    );
+
+    let done = managed.begin("near", "far", &[]).done();
+    assert!(done["pause"]["total_ms"].as_u64().unwrap() > 0, "{done}");
+    assert!(done["memory_bytes"].as_u64().unwrap() > 10 << 20, "{done}");
+    assert_eq!(
+        (managed.state("near"), managed.state("far")),
+        ("shut off".into(), "running".into())
+    );
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", before + 50).await;
+    assert!(far.verify().await >= there);
+    assert_eq!(managed.sites.state("near"), "away");
+    assert_eq!(managed.sites.state("far"), "here");
+    let left = managed.disks("near", true);
+    assert!(
+        left.contains("web.raw") && !left.contains("layer"),
+        "{left}"
+    );
+    assert!(!managed.sites.world.path("near/machines/.web.move").exists());
+
+    // Home, where its disk is the site's now.
+    managed.define_served("near");
+    managed.begin("far", "near", &[]).done();
+    assert_eq!(
+        (managed.state("near"), managed.state("far")),
+        ("running".into(), "shut off".into())
+    );
+    let back = near.wait_said("beat", there + 50).await;
+    assert!(near.verify().await >= back);
+    assert_eq!(managed.sites.state("near"), "here");
+
+    // Both are in the log and in the metrics.
+    let world = &managed.sites.world;
+    let all = ["migrate", "--list", "--all"];
+    let ended = world.run("near", &[&all[..], &["--json"]].concat()).ok();
+    let ended: Vec<_> = ended.json();
+    let events: Vec<_> = ended.iter().map(|e| e["event"].as_str().unwrap()).collect();
+    assert_eq!(events, ["machine-left", "machine-arrived"]);
+    let took = &ended[0]["migration"];
+    assert_eq!(took["pause_ms"], done["pause"]["total_ms"]);
+    assert_eq!(took["memory_bytes"], done["memory_wire_bytes"]);
+    let table = world.run("near", &all).ok().out;
+    assert!(
+        table.contains("HAND-OVER") && table.contains("left"),
+        "{table}"
+    );
+    let metrics = world.run("near", &["status", "--metrics"]).ok().out;
+    for line in [
+        "drover_migrations_total{result=\"left\"} 1",
+        "drover_migrations_total{result=\"arrived\"} 1",
+        "drover_migration_pause_seconds_count 1",
+    ] {
+        assert!(metrics.contains(line), "{line}: {metrics}");
+    }
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_that_does_not_move_runs_on_as_it_was() {
+    let Some(managed) = Managed::new("a_machine_of_libvirt_that_does_not_move_runs_on_as_it_was")
+    else {
+        return;
+    };
+    let world = &managed.sites.world;
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    managed.near.virsh(&["autostart", "web"]).unwrap();
+    let untouched = || {
+        assert_eq!(managed.state("near"), "running");
+        assert!(managed.starts_with_host("near"));
+        for inactive in [false, true] {
+            let disks = managed.disks("near", inactive);
+            assert!(disks.contains("web.raw"), "{disks}");
+        }
+        assert!(!world.path("near/machines/.web.move").exists());
+    };
+
+    // The command is killed while memory crosses, and what it began is given up.
+    let slow = ["--limit", "500K"];
+    let mut killed = managed.begin("near", "far", &slow);
+    killed.until("event", "memory");
+    killed.kill();
+    assert_eq!(managed.sites.state("near"), "leaving");
+    world.run("near", &["migrate", "--abort", "web"]).ok();
+    untouched();
+
+    // It is told to stop then.
+    let mut aborted = managed.begin("near", "far", &slow);
+    aborted.until("event", "memory");
+    world.run("near", &["migrate", "--abort", "web"]).ok();
+    aborted.fails();
+    untouched();
+    assert_eq!(managed.state("far"), "shut off");
+
+    // The machine there runs, or has other disks.
+    let own = managed.path("own.raw");
+    fs::File::create(&own).unwrap().set_len(SIZE).unwrap();
+    let disk =
+        format!("<disk type='file'><source file='{own}'/><target dev='vda' bus='virtio'/></disk>");
+    managed.far.define(&managed.sites.guest, &disk);
+    let err = managed.begin("near", "far", &[]).fails();
+    assert!(err.contains("must be drover's there"), "{err}");
+    assert!(err.contains("machines/.web.nbd"), "{err}");
+    managed.far.virsh(&["start", "web"]).unwrap();
+    let err = managed.begin("near", "far", &[]).fails();
+    assert!(err.contains("is not off"), "{err}");
+    managed.far.virsh(&["suspend", "web"]).unwrap();
+    let err = managed.begin("near", "far", &[]).fails();
+    assert!(err.contains("is not off"), "{err}");
+    assert_eq!(
+        managed.state("far"),
+        "paused",
+        "another machine is not touched"
+    );
+    untouched();
+    let beat = near.wait_said("beat", 0).await;
+    near.wait_said("beat", beat + 20).await;
+    near.verify().await;
+    let listed = ["migrate", "--list", "--all", "--json"];
+    let ended = world.run("near", &listed).ok().json();
+    assert!(
+        ended.iter().all(|end| end["event"] == "machine-stayed"),
+        "{ended:?}"
+    );
+    assert_eq!(ended.len(), 4, "{ended:?}");
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_that_was_taken_runs_when_the_site_is_back() {
+    let Some(mut managed) =
+        Managed::new("a_machine_of_libvirt_that_was_taken_runs_when_the_site_is_back")
+    else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    let before = near.wait_said("beat", 20).await;
+    let crash = [("DROVER_TEST_CRASH", "taken")];
+    managed.sites.restart_with("far", &crash);
+    let moving = managed.begin("near", "far", &[]);
+    managed.sites.site("far").wait();
+    // It has arrived: libvirt keeps it, paused.
+    assert_eq!(managed.state("far"), "paused");
+    assert_eq!(managed.state("near"), "paused");
+    managed.sites.serve_again("far", &[]);
+    moving.done();
+    assert_eq!(
+        (managed.state("near"), managed.state("far")),
+        ("shut off".into(), "running".into())
+    );
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", before + 50).await;
+    assert!(far.verify().await >= there);
+    assert!(managed.disks("near", true).contains("web.raw"));
+    // The same while it runs, also when libvirt is started after the site.
+    managed.far.stop();
+    managed.sites.restart("far");
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    managed.far.start_again();
+    let there = far.all_said("beat").last().copied().unwrap_or(there);
+    far.wait_said("beat", there + 100).await;
+    far.verify().await;
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_runs_on_when_the_end_of_its_migration_fails() {
+    let test = "a_machine_of_libvirt_runs_on_when_the_end_of_its_migration_fails";
+    let Some(mut managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    // While libvirt performs it.
+    let mut moving = managed.begin("near", "far", &["--limit", "500K"]);
+    moving.until("event", "memory");
+    managed.far.virsh(&["destroy", "web"]).unwrap();
+    moving.fails();
+    managed.stays(&mut near).await;
+    // When all has left; and when all has arrived.
+    for place in ["arriving", "asked to take"] {
+        let held = Held::at(&mut managed.sites, place);
+        let moving = managed.begin("near", "far", &[]);
+        held.reached();
+        assert_eq!(managed.state("near"), "paused", "{place}");
+        managed.far.virsh(&["destroy", "web"]).unwrap();
+        held.go_on();
+        moving.fails();
+        managed.stays(&mut near).await;
+    }
+    managed.sites.restart("far");
+    managed.begin("near", "far", &[]).done();
+}
+
+#[tokio::test]
+async fn what_a_machine_of_libvirt_wrote_during_a_failed_migration_is_kept() {
+    let test = "what_a_machine_of_libvirt_wrote_during_a_failed_migration_is_kept";
+    let Some(mut managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    let slow = ["--limit", "500K"];
+
+    // The machine is switched off: what it wrote is in its layers.
+    let mut moving = managed.begin("near", "far", &slow);
+    moving.until("event", "memory");
+    moving.kill();
+    managed.switch_off();
+    assert_eq!(managed.sites.state("near"), "leaving");
+    let world = &managed.sites.world;
+    let abort = ["migrate", "--abort", "web"];
+    world.run("near", &abort).fails(1, &["virsh start web"]);
+    assert!(managed.disks("near", true).contains("drover-layer"));
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    world.run("near", &abort).ok();
+    managed.stays(&mut near).await;
+
+    // libvirt cannot put the disks back.
+    let mut moving = managed.begin("near", "far", &slow);
+    moving.until("event", "memory");
+    managed.near.stop();
+    managed.near.start_again();
+    moving.fails();
+    assert_eq!(managed.sites.state("near"), "leaving");
+    assert!(managed.disks("near", false).contains("drover-layer"));
+    near.verify().await;
+
+    // The next migration does.
+    managed.begin("near", "far", &[]).done();
+    let mut far = managed.far.console();
+    let beat = far.wait_said("beat", 20).await;
+    assert!(far.verify().await >= beat);
+    assert!(managed.disks("near", true).contains("web.raw"));
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_that_is_still_coming_does_not_leave() {
+    let test = "a_machine_of_libvirt_that_is_still_coming_does_not_leave";
+    let Some(mut managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    let crash = [("DROVER_TEST_CRASH", "asked to take")];
+    managed.sites.restart_with("far", &crash);
+    let moving = managed.begin("near", "far", &[]);
+    managed.sites.site("far").wait();
+    assert_eq!(managed.state("far"), "paused");
+    let leave = ["migrate", "libvirt:web", "near"];
+    let world = &managed.sites.world;
+    world
+        .run("far", &leave)
+        .fails(3, &["being received from near"]);
+    assert_eq!(managed.state("far"), "paused");
+    managed.sites.serve_again("far", &[]);
+    moving.fails();
+    assert_eq!(managed.state("far"), "shut off");
+    managed.stays(&mut near).await;
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_that_was_handed_over_does_not_start_with_its_host() {
+    let test = "a_machine_of_libvirt_that_was_handed_over_does_not_start_with_its_host";
+    let Some(mut managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    managed.near.virsh(&["autostart", "web"]).unwrap();
+    let before = managed.near.console().wait_said("beat", 20).await;
+    managed
+        .sites
+        .restart_with("far", &[("DROVER_TEST_CRASH", "taken")]);
+    let moving = managed.begin("near", "far", &[]);
+    managed.sites.site("far").wait();
+    moving.kill();
+    assert_eq!(managed.sites.state("near"), "committed");
+    assert!(!managed.starts_with_host("near"));
+    // Somebody starts it nevertheless: it is ended as soon as the other site has answered.
+    managed.near.virsh(&["destroy", "web"]).unwrap();
+    managed.near.virsh(&["start", "web"]).unwrap();
+    managed.sites.serve_again("far", &[]);
+    managed.begin("near", "far", &[]).done();
+    assert_eq!(
+        (managed.state("near"), managed.state("far")),
+        ("shut off".into(), "running".into())
+    );
+    assert!(!managed.starts_with_host("near"));
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", before + 50).await;
+    assert!(far.verify().await >= there);
+}
+
+#[tokio::test]
+async fn a_machine_of_libvirt_runs_on_when_the_directory_of_its_layers_is_full() {
+    let test = "a_machine_of_libvirt_runs_on_when_the_directory_of_its_layers_is_full";
+    let Some(managed) = Managed::new(test) else {
+        return;
+    };
+    let scratch = managed.path("small");
+    fs::create_dir(&scratch).unwrap();
+    let options = ["-t", "tmpfs", "-o", "size=512k,mode=777", "none", &scratch];
+    let mount = std::process::Command::new("mount").args(options).output();
+    if !mount.is_ok_and(|mount| mount.status.success()) {
+        eprintln!("SKIP {test}: no tmpfs");
+        return;
+    }
+    let unmount = Unmount(scratch.clone());
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    let slow = ["--limit", "100K", "--scratch", &scratch];
+    let err = managed.begin("near", "far", &slow).fails();
+    assert!(err.contains("is full"), "{err}");
+    managed.stays(&mut near).await;
+    drop(unmount);
+}
+
+struct Unmount(String);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        let mut unmount = std::process::Command::new("umount");
+        unmount.args(["-l", &self.0]).status().ok();
+    }
+}
+
+#[tokio::test]
+async fn a_machine_that_libvirt_does_not_know_any_more_is_given_up() {
+    let test = "a_machine_that_libvirt_does_not_know_any_more_is_given_up";
+    let Some(managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    managed.near.console().wait_said("beat", 20).await;
+    let mut moving = managed.begin("near", "far", &["--limit", "500K"]);
+    moving.until("event", "memory");
+    moving.kill();
+    managed.switch_off();
+    managed.near.virsh(&["undefine", "web"]).unwrap();
+    let world = &managed.sites.world;
+    world.run("near", &["migrate", "--abort", "web"]).ok();
+    assert_eq!(managed.sites.state("near"), "here");
+    // Nobody else has what it wrote.
+    let layer = world.path("near/machines/.web.move/drover-layer-web-0.qcow2");
+    assert!(layer.exists());
+    world
+        .run("near", &["migrate", "libvirt:web", "far"])
+        .fails(1, &["has no machine called web"]);
+    // One that config.toml does not name.
+    let mut other = world.drover("near", &["migrate", "libvirt:db", "far"]);
+    let other = other.env("LIBVIRT_DEFAULT_URI", "xen:///system").output();
+    let err = String::from_utf8(other.unwrap().stderr).unwrap();
+    assert!(
+        err.contains("LIBVIRT_DEFAULT_URI") && err.contains("xen"),
+        "{err}"
+    );
+}

@@ -1,0 +1,244 @@
+//! Machines that run at the other site before all of their disks are there.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::links::Proxy;
+use super::*;
+
+#[test]
+fn disks_do_not_follow_a_machine_of_libvirt() {
+    let world = World::new();
+    world.run("near", &["init"]).ok();
+    world.run("far", &["init"]).ok();
+    let site = world.serve("far", &[]);
+    let ticket = world.run("far", &["ticket", "--can", "send,host"]).ok().out;
+    let pair = ["pair", ticket.trim(), "--name", "far"];
+    world.run("near", &pair).ok();
+    let migrate = ["migrate", "libvirt:web", "far", "--post-copy", "at-once"];
+    world.run("near", &migrate).code(2);
+    drop(site);
+}
+
+/// A migration whose command waits before it sends what is left of its own accord; what the machine waits for it sends.
+struct Waiting {
+    moving: Moving,
+    path: PathBuf,
+}
+
+impl Waiting {
+    /// The machine runs at the other site, which lacks some of its disks.
+    fn begin(sites: &Sites, options: &[&str]) -> Waiting {
+        let path = sites.world.path("rest");
+        let _ = fs::remove_file(&path);
+        let machine = sites.hypervisor("near");
+        let args = ["migrate", &machine, "far", "--json"];
+        let mut command = sites.world.drover("near", &[&args[..], options].concat());
+        command.env("DROVER_TEST_HOLD", format!("rest:{}", path.display()));
+        let mut moving = Moving::spawn(command);
+        moving.until("step", "rest");
+        Waiting { moving, path }
+    }
+
+    fn go_on(self) -> Moving {
+        fs::write(&self.path, "").unwrap();
+        self.moving
+    }
+}
+
+fn states(sites: &Sites) -> (Value, Value) {
+    (sites.state("near"), sites.state("far"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_runs_before_its_disk_is_there_whatever_dies() {
+    let test = "a_machine_runs_before_its_disk_is_there_whatever_dies";
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 50).await;
+    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    // It reads the record before each that it writes: the first of them is not there.
+    let last = here.said("beat").unwrap();
+    there.wait_said("beat", last + 5).await;
+    assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+    let abort = ["migrate", "--abort", "web"];
+    sites
+        .world
+        .run("near", &abort)
+        .fails(3, &["handed over to far"]);
+    sites.world.run("far", &abort).fails(3, &["still at near"]);
+    let onward = sites.hypervisor("far");
+    sites
+        .world
+        .run("far", &["migrate", &onward, "near"])
+        .fails(3, &["not all of it has come from near"]);
+    // What is there, and what it has written since, is not lost with the site.
+    sites.restart("far");
+    assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+    let done = waiting.go_on().done();
+    assert!(done["left_bytes"].as_u64() > Some(0), "{done}");
+    assert!(done["asked_bytes"].as_u64() <= done["left_bytes"].as_u64());
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+    sites.restart("far");
+    there.verify().await;
+}
+
+/// The machine, with a qcow2 image as its disk.
+async fn start_qcow2(sites: &Sites, path: &Path) -> Qemu {
+    let size = SIZE.to_string();
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2"]);
+    let created = create.arg(path).arg(size).status().unwrap();
+    assert!(created.success());
+    let file = Node::File {
+        name: "file".into(),
+        path: path.into(),
+    };
+    let image = Node::Qcow2 {
+        name: "disk".into(),
+        file: "file".into(),
+    };
+    let launch = sites.launch(&[file, image]);
+    let mut machine = launch.start(&sites.world.path(""), "web-near");
+    machine.machine().await;
+    machine
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
+    let test = "what_is_left_waits_for_the_same_command_also_when_qemu_has_ended";
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let qcow2 = sites.world.path("web.qcow2");
+    for qemu_dies in [true, false] {
+        // The files are read in the format that QEMU knew.
+        let mut here = match qemu_dies {
+            true => start_qcow2(&sites, &qcow2).await,
+            false => sites.start("near").await,
+        };
+        let mut there = sites.wait_for_it("far").await;
+        here.wait_said("beat", 50).await;
+        let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+        let last = here.said("beat").unwrap();
+        there.wait_said("beat", last + 1).await;
+        waiting.moving.kill();
+        if qemu_dies {
+            here.kill();
+            // The site at the destination, too.
+            sites.restart("far");
+        }
+        assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+        let done = Moving::begin(&sites, "near", "far", &[]).done();
+        assert_eq!(done["left_bytes"], 0, "of an earlier process: {done}");
+        if !qemu_dies {
+            here.ended().await;
+        }
+        goes_on(&here, &mut there).await;
+        assert_eq!(states(&sites), ("away".into(), "here".into()));
+        // And back, as ever.
+        let mut home = sites.wait_for_it("near").await;
+        Moving::begin(&sites, "far", "near", &[]).done();
+        there.ended().await;
+        goes_on(&there, &mut home).await;
+        home.kill();
+        let gone = ["migrate", "--list"];
+        sites.world.run("near", &gone).ok();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_destination_dies_as_soon_as_it_has_taken_a_machine_in_part() {
+    let test = "the_destination_dies_as_soon_as_it_has_taken_a_machine_in_part";
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 50).await;
+    sites.restart_with("far", &[("DROVER_TEST_CRASH", "taken")]);
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &["--post-copy", "at-once"]);
+    moving.until("step", "switch");
+    sites.site("far").wait();
+    assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+    sites.serve_again("far", &[]);
+    let done = moving.done();
+    assert!(done["left_bytes"].as_u64() > Some(0), "{done}");
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_cut_while_disks_follow() {
+    let test = "a_link_that_is_cut_while_disks_follow";
+    let address = own_address();
+    let proxy = Proxy::to(address);
+    let options = ["--advertise", proxy.address.as_str()];
+    let Some(sites) = Sites::with(test, World::new(), address, &options) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 50).await;
+    let options = ["--post-copy", "at-once", "--limit", "3M"];
+    let mut moving = Moving::begin(&sites, "near", "far", &options);
+    moving.until("step", "rest");
+    proxy.cut();
+    moving.until("event", "reconnecting");
+    moving.until("event", "left");
+    proxy.cut();
+    let done = moving.done();
+    assert!(done["left_bytes"].as_u64() > Some(0), "{done}");
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+}
+
+/// Bytes of the disk of a machine that writes as fast as it can.
+const LARGE: u64 = 8 << 20;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_pause() {
+    let test = "a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_pause";
+    let Some(sites) = Sites::new(test) else {
+        return;
+    };
+    let launch = |disk: Node| {
+        let launch = Launch::new().node(&disk).node(&raw("file"));
+        launch.disk("vd0", "disk").guest(&sites.guest, 0, 0)
+    };
+    let path = sites.world.path("web.raw");
+    fs::File::create(&path).unwrap().set_len(LARGE).unwrap();
+    let name = || "file".to_owned();
+    let file = Node::File { name: name(), path };
+    let stub = Node::Null {
+        name: name(),
+        size: LARGE,
+    };
+    let mut here = launch(file).start(&sites.world.path(""), "web-near");
+    here.machine().await;
+    let there = launch(stub).incoming();
+    let mut there = there.start(&sites.world.path(""), "web-far");
+    there.machine().await;
+    let begun = here.wait_said("beat", 100).await;
+    let writing = Instant::now();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let records = here.said("beat").unwrap() - begun;
+    let rate = records as f64 * 4096.0 / writing.elapsed().as_secs_f64();
+    let limit = format!("{}", (rate * 0.7) as u64);
+    let done = Moving::begin(&sites, "near", "far", &["--limit", &limit]).done();
+    println!("{rate} bytes/s written; {done}");
+    let left = done["left_bytes"].as_u64().unwrap();
+    assert!(left > 0, "{done}");
+    let pause = done["pause"]["total_ms"].as_u64().unwrap();
+    assert!(pause < 5000, "{done}");
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+}

@@ -1,0 +1,251 @@
+//! What of a machine's disks is still here when it has been handed over: it follows while the machine runs there.
+//!
+//! Before the commitment it is recorded where the disks can be read, in `machines/.NAME.rest`: the same command goes on with
+//! that after a crash, also when the hypervisor here has ended. What is left the other site says.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use drover_core::{BlockDevice, ImageName};
+use drover_net::{Code, decode, encode};
+use drover_store::machine::Token;
+use drover_teleport::SendOptions;
+
+use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round};
+use super::report::{MoveEvent, OnMove, PostCopy, Step};
+use super::{Driver, call};
+use crate::disks::{DiskWriter, Sent};
+use crate::error::MigrateError;
+use crate::hold::hold;
+use crate::program::behind::{Behind, Calling, Link, is_unknown};
+use crate::program::parts::Blocks;
+use crate::program::protocol::kind;
+use crate::protocol::{FetchDisks, Kind, SendDisks};
+
+/// The site that the machine has gone to.
+struct Gone {
+    send: SendOptions,
+    machine: ImageName,
+    token: Token,
+    on_event: OnMove,
+}
+
+impl Link for Gone {
+    fn name(&self) -> String {
+        self.machine.to_string()
+    }
+
+    fn give_up_after(&self) -> Duration {
+        // The machine waits for it.
+        Duration::MAX
+    }
+
+    fn names_what_it_lacks(&self) -> bool {
+        true
+    }
+
+    fn pages(&self) -> Calling<'_> {
+        Box::pin(async {
+            let request = SendDisks {
+                kind: Kind::Machine,
+                machine: self.machine.clone(),
+                token: self.token,
+            };
+            call(&self.send, &request).await
+        })
+    }
+
+    fn fetches(&self) -> Calling<'_> {
+        Box::pin(async {
+            let request = FetchDisks {
+                machine: self.machine.clone(),
+                token: self.token,
+            };
+            call(&self.send, &request).await
+        })
+    }
+
+    fn tell(&self, left: u64) {
+        (self.on_event)(MoveEvent::Left { bytes: left });
+    }
+
+    fn broke(&self, error: &MigrateError) {
+        let error = error.to_string();
+        (self.on_event)(MoveEvent::Reconnecting { error });
+    }
+}
+
+impl Driver<'_> {
+    /// Makes what may be left of the disks ready to follow the machine, if that is wanted and the other site can.
+    pub(super) async fn offer_rest(&mut self, sent: &Arc<Sent>) -> Result<(), MigrateError> {
+        self.rest = None;
+        if self.options.post_copy == PostCopy::Never {
+            return Ok(());
+        }
+        let (disks, devices) = self.disks.whole().await?;
+        let behind = self.behind(devices, sent);
+        match behind.connect_fetches().await {
+            Ok(answering) => {
+                self.rest = Some(Rest {
+                    behind,
+                    answering: Some(answering),
+                    pages: None,
+                    disks,
+                    is_left: false,
+                });
+                Ok(())
+            }
+            Err(e) if e.code() != Some(Code::Unsupported) => Err(e),
+            // An earlier drover.
+            Err(e) if self.options.post_copy == PostCopy::AtOnce => Err(e),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn behind(&self, devices: Vec<Arc<dyn BlockDevice>>, sent: &Arc<Sent>) -> Arc<Behind> {
+        let link = Gone {
+            send: self.options.send.clone(),
+            machine: self.options.name_there.clone(),
+            token: self.seeder.token(),
+            on_event: self.on_event.clone(),
+        };
+        let none = Blocks::none_of(devices.iter().map(|device| device.size()).collect());
+        Behind::new(devices, Arc::new(link), none, Arc::clone(sent))
+    }
+
+    /// Leaves the last round here: it is named, and follows when the machine runs there. Not flushed.
+    pub(super) async fn leave(
+        &mut self,
+        round: &Round,
+        writer: &mut DiskWriter,
+    ) -> Result<(), MigrateError> {
+        let Some(rest) = &mut self.rest else {
+            return Err(MigrateError::Stopped);
+        };
+        let mut left = Blocks::none_of(rest.disks.iter().map(|disk| disk.size).collect());
+        for (disk, _, ranges) in round {
+            for range in ranges {
+                left.add(*disk as usize, range.clone());
+            }
+        }
+        for named in left.named() {
+            writer.say(kind::LEFT, &encode(&named)).await?;
+        }
+        writer.say(kind::STATE, &[]).await?;
+        self.report.left_bytes = left.bytes();
+        rest.behind.leave(left);
+        rest.is_left = true;
+        let record = LeftDisks {
+            token: self.seeder.token(),
+            disks: rest.disks.clone(),
+        };
+        let path = self.rest_path();
+        let written = tokio::task::spawn_blocking(move || FORMAT.write(&path, &encode(&record)));
+        let written = written.await.map_err(|_| MigrateError::Stopped)?;
+        written.map_err(|error| MigrateError::File {
+            what: format!("cannot write {}", self.rest_path().display()),
+            error,
+        })
+    }
+
+    /// The connection on which the rest follows.
+    pub(super) fn goes_on_with(&mut self, writer: DiskWriter) {
+        if let Some(rest) = self.rest.as_mut().filter(|rest| rest.is_left) {
+            rest.pages = Some(writer);
+        }
+    }
+
+    fn rest_path(&self) -> PathBuf {
+        let name = format!(".{}.rest", self.options.machine);
+        self.machines.directory().join(name)
+    }
+
+    /// Whether some of the disks is only here.
+    pub(super) fn has_rest(&self) -> bool {
+        self.rest_path().exists()
+    }
+
+    /// Nothing of the disks is left here that is not there, or the machine stays.
+    pub(super) fn forget_rest(&mut self) {
+        self.rest = None;
+        // A stale one is ignored by its token.
+        let _ = std::fs::remove_file(self.rest_path());
+    }
+
+    /// What an earlier process has recorded of this move.
+    async fn recorded_rest(&self) -> Result<Option<Rest>, MigrateError> {
+        let failed = |error: std::io::Error| MigrateError::File {
+            what: format!("cannot read {}", self.rest_path().display()),
+            error,
+        };
+        let Some(bytes) = FORMAT.read(&self.rest_path()).map_err(failed)? else {
+            return Ok(None);
+        };
+        let damaged = |e: &dyn std::fmt::Display| failed(std::io::Error::other(e.to_string()));
+        let body = FORMAT.open(&bytes).map_err(|e| damaged(&e))?;
+        let known: LeftDisks = decode(body).map_err(|e| damaged(&e))?;
+        if known.token != self.seeder.token() {
+            return Ok(None);
+        }
+        let disks = known.disks.clone();
+        let opened = tokio::task::spawn_blocking(move || {
+            let devices = disks.iter().map(LeftDisk::open);
+            devices.collect::<Result<Vec<_>, _>>()
+        });
+        let devices = opened.await.map_err(|_| MigrateError::Stopped)??;
+        Ok(Some(Rest {
+            behind: self.behind(devices, &Arc::default()),
+            answering: None,
+            pages: None,
+            disks: known.disks,
+            is_left: true,
+        }))
+    }
+
+    /// Sends what is left, if anything is, of a machine that was taken.
+    pub(super) async fn follow_rest(&mut self) -> Result<(), MigrateError> {
+        let unfinished = |machine: &ImageName, peer: &str, why: &dyn std::fmt::Display| {
+            MigrateError::Unfinished {
+                machine: machine.to_string(),
+                peer: peer.to_owned(),
+                why: why.to_string(),
+            }
+        };
+        let (machine, peer) = (
+            self.options.name_there.clone(),
+            self.options.send.peer_name.clone(),
+        );
+        let rest = match self.rest.take().filter(|rest| rest.is_left) {
+            Some(rest) => Some(rest),
+            None => {
+                let recorded = self.recorded_rest().await;
+                recorded.map_err(|e| unfinished(&machine, &peer, &e))?
+            }
+        };
+        let Some(rest) = rest else {
+            return Ok(());
+        };
+        self.step(Step::Rest);
+        let mut stop = self.stop.clone();
+        let send = async {
+            hold("rest").await;
+            let connections = match (rest.pages, rest.answering) {
+                (Some(pages), Some(answering)) => Ok((pages, answering)),
+                _ => rest.behind.connect().await,
+            };
+            rest.behind.send(connections).await
+        };
+        let sent = tokio::select! {
+            sent = send => sent,
+            Ok(_) = stop.wait_for(|stop| *stop) => Err(MigrateError::Stopped),
+        };
+        match sent {
+            Ok(asked) => self.report.asked_bytes = asked,
+            // All of it had arrived, and the answer was lost.
+            Err(e) if is_unknown(&e) => {}
+            Err(e) => return Err(unfinished(&machine, &peer, &e)),
+        }
+        Ok(())
+    }
+}
