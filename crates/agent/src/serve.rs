@@ -389,9 +389,14 @@ async fn finish(
         moves.stop().await;
     }
     server.domains.close().await;
+    let counts = server.strangers.write_all_counts();
     let audit = Arc::clone(server.home.audit());
     // The panic was logged.
-    let _ = tokio::task::spawn_blocking(move || audit.write_all_counts()).await;
+    let _ = tokio::task::spawn_blocking(move || {
+        counts.into_iter().for_each(|counted| audit.write(counted));
+        audit.write_all_counts();
+    })
+    .await;
     match &server.duty {
         Duty::Site(domain) => domain.close().await.context("closing the site"),
         Duty::Teleporter(_) => Ok(()),

@@ -60,55 +60,65 @@ impl StrangerLog {
     /// Writes a line for each network whose lines were counted for long enough; returns the same for the audit log. To be
     /// called now and then.
     pub fn write_counts(&self) -> Vec<Record> {
-        let counts = self.take_counts(Instant::now());
-        for (network, more) in &counts {
-            let more = count(
-                usize::try_from(*more).unwrap_or(usize::MAX),
-                "more connection",
-            );
-            match network {
-                Some(network) => {
-                    tracing::warn!(from = %network, "{more} without a trusted key since the last line");
-                }
-                None => {
-                    tracing::warn!(
-                        "{more} without a trusted key, from more than {MAX_NETWORKS} networks"
-                    );
-                }
-            }
-        }
-        let record = |(network, more): (Option<IpAddr>, u64)| {
-            let refused = Record::new(Event::Refused).by_stranger(None);
-            Record {
-                address: network.map(|network| network.to_string()),
-                more: Some(more),
-                ..refused
-            }
-        };
-        counts.into_iter().map(record).collect()
+        written(self.take_counts(Some(Instant::now())))
     }
 
-    /// The networks whose lines were counted for long enough, and how many; `None` for those that have no line of their
-    /// own. Forgets those with none.
-    fn take_counts(&self, now: Instant) -> Vec<(Option<IpAddr>, u64)> {
+    /// The same for all, when the site stops.
+    pub fn write_all_counts(&self) -> Vec<Record> {
+        written(self.take_counts(None))
+    }
+
+    /// The networks whose lines were counted for long enough, or all without a time, and how many; `None` for those that
+    /// have no line of their own. Forgets those with none.
+    fn take_counts(&self, now: Option<Instant>) -> Vec<(Option<IpAddr>, u64)> {
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut due = Vec::new();
         counts.by_network.retain(|network, counted| {
-            if now.saturating_duration_since(counted.written) < PERIOD {
-                return true;
+            if let Some(now) = now {
+                if now.saturating_duration_since(counted.written) < PERIOD {
+                    return true;
+                }
+                counted.written = now;
             }
             let more = std::mem::take(&mut counted.more);
-            counted.written = now;
             if more > 0 {
                 due.push((Some(*network), more));
             }
             more > 0
         });
-        if counts.elsewhere > 0 && counts.by_network.len() < MAX_NETWORKS {
+        if counts.elsewhere > 0 && (now.is_none() || counts.by_network.len() < MAX_NETWORKS) {
             due.push((None, std::mem::take(&mut counts.elsewhere)));
         }
         due
     }
+}
+
+fn written(counts: Vec<(Option<IpAddr>, u64)>) -> Vec<Record> {
+    for (network, more) in &counts {
+        let more = count(
+            usize::try_from(*more).unwrap_or(usize::MAX),
+            "more connection",
+        );
+        match network {
+            Some(network) => {
+                tracing::warn!(from = %network, "{more} without a trusted key since the last line");
+            }
+            None => {
+                tracing::warn!(
+                    "{more} without a trusted key, from more than {MAX_NETWORKS} networks"
+                );
+            }
+        }
+    }
+    let record = |(network, more): (Option<IpAddr>, u64)| {
+        let refused = Record::new(Event::Refused).by_stranger(None);
+        Record {
+            address: network.map(|network| network.to_string()),
+            more: Some(more),
+            ..refused
+        }
+    };
+    counts.into_iter().map(record).collect()
 }
 
 #[cfg(test)]
@@ -124,13 +134,15 @@ mod tests {
         for second in 0..1499 {
             assert!(!log.is_first_at(one, at(second % 60)));
         }
-        assert_eq!(log.take_counts(at(59)), []);
-        assert_eq!(log.take_counts(at(60)), [(Some(one), 1499)]);
+        assert_eq!(log.take_counts(Some(at(59))), []);
+        assert_eq!(log.take_counts(Some(at(60))), [(Some(one), 1499)]);
         assert!(log.is_first_at(other, at(61)), "it had stopped");
         assert!(!log.is_first_at(one, at(61)));
-        assert_eq!(log.take_counts(at(120)), [(Some(one), 1)]);
-        assert_eq!(log.take_counts(at(1000)), []);
+        assert_eq!(log.take_counts(Some(at(120))), [(Some(one), 1)]);
+        assert_eq!(log.take_counts(Some(at(1000))), []);
         assert!(log.0.lock().unwrap().by_network.is_empty());
+        assert!(log.is_first_at(one, at(1001)) && !log.is_first_at(one, at(1002)));
+        assert_eq!(log.take_counts(None), [(Some(one), 1)], "the site stops");
     }
 
     #[test]
@@ -140,6 +152,6 @@ mod tests {
         let lines = (0..1000).filter(|n| log.is_first_at(from(*n), now)).count();
         assert_eq!(lines, MAX_NETWORKS);
         let more = 1000 - MAX_NETWORKS as u64;
-        assert_eq!(log.take_counts(now + PERIOD), [(None, more)]);
+        assert_eq!(log.take_counts(Some(now + PERIOD)), [(None, more)]);
     }
 }
