@@ -1,5 +1,6 @@
 //! Moves a running machine to another site: copies its disks and its memory, and drives the seeder.
 
+mod aim;
 mod copy;
 mod device;
 pub(crate) mod disks;

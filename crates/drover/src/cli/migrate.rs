@@ -52,7 +52,9 @@ pub struct MigrateArgs {
     pub rename: Option<ImageName>,
     /// Longest pause to aim for [default: 300ms]
     ///
-    /// The machine is paused only when what is left can be sent within this time, by estimate; the pause may still be longer.
+    /// The machine is paused only when what is left can be sent within this time, by estimate
+    ///
+    /// A shorter pause, from 30ms on, is tried first. The pause may still be longer than estimated.
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
     pub max_pause: Option<Duration>,
     /// Whether what the machine wrote last to its disks may follow when it runs at the peer already

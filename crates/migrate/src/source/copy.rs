@@ -13,6 +13,7 @@ use drover_teleport::Pace;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
+use super::aim::{Aim, Seen};
 use super::left::bytes_of;
 use super::proof::Proof;
 use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis, send_images};
@@ -40,11 +41,14 @@ const MANY_ROUNDS: u32 = 20;
 /// Interval of looking whether what was delivered is proved.
 const PROOF_POLL: Duration = Duration::from_millis(5);
 
-/// The pause that is aimed at where none is given.
+/// The longest pause that is aimed at where none is given.
 const DEFAULT_PAUSE: Duration = Duration::from_millis(300);
 
 /// The pause that is given to QEMU as long as the disks are not ready: it is never that short.
 const NOT_YET: u64 = 0;
+
+/// Interval of looking how far the memory is.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How long memory may take to reach the switch.
 const MEMORY_LIMIT: Duration = Duration::from_secs(24 * 3600);
@@ -222,15 +226,18 @@ impl Driver<'_> {
         Ok(())
     }
 
+    fn longest_pause(&self) -> Duration {
+        self.options.max_pause.unwrap_or(DEFAULT_PAUSE)
+    }
+
     /// Whether so much of the disks can be sent while the machine is paused.
     fn fits(&self, bytes: u64) -> bool {
-        let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
         let seconds = match self.rate {
             // No round was large enough to tell.
             0.0 => 0.0,
             rate => bytes as f64 / rate,
         };
-        bytes <= LITTLE || bytes < FEW_DIRTY && seconds <= pause.as_secs_f64()
+        bytes <= LITTLE || bytes < FEW_DIRTY && seconds <= self.longest_pause().as_secs_f64()
     }
 
     fn note_rate(&mut self, bytes: u64, begun: Instant) {
@@ -361,7 +368,6 @@ impl Driver<'_> {
         events: &mut Events,
         writer: &mut DiskWriter,
     ) -> Result<(), MigrateError> {
-        let mut allowed = false;
         let (mut rounds, mut before) = (0, u64::MAX);
         let switch = MigrationStatus::PreSwitchover;
         let mut waiting = Waiting::begin();
@@ -377,9 +383,8 @@ impl Driver<'_> {
             self.disks.confirm().await?;
             rounds += 1;
             let is_stuck = rounds >= FEW_ROUNDS && sent > before / 5 * 4 || rounds >= MANY_ROUNDS;
-            if !allowed && (sent < FEW_DIRTY || self.rest.is_some() && is_stuck) {
-                allowed = true;
-                self.allow_switch(machine).await?;
+            if waiting.aim.is_none() && (sent < FEW_DIRTY || self.rest.is_some() && is_stuck) {
+                waiting.allow_switch(self, machine).await?;
             }
             before = sent;
             if waiting.is_over(self, machine, events).await? {
@@ -394,28 +399,36 @@ impl Driver<'_> {
         machine: &Machine,
         events: &mut Events,
     ) -> Result<(), MigrateError> {
-        self.allow_switch(machine).await?;
         let mut waiting = Waiting::begin();
+        waiting.allow_switch(self, machine).await?;
         while !waiting.is_over(self, machine, events).await? {}
         Ok(())
-    }
-
-    async fn allow_switch(&self, machine: &Machine) -> Result<(), MigrateError> {
-        let pause = self.options.max_pause.unwrap_or(DEFAULT_PAUSE);
-        let parameters = MigrationParameters {
-            downtime_limit: Some(pause.as_millis() as u64),
-            ..MigrationParameters::default()
-        };
-        Ok(machine.set_parameters(&parameters).await?)
     }
 }
 
 /// A wait for the switch.
-struct Waiting(Instant);
+struct Waiting {
+    begun: Instant,
+    /// The pause that the hypervisor may make, once it may switch.
+    aim: Option<Aim>,
+}
 
 impl Waiting {
     fn begin() -> Self {
-        Self(Instant::now())
+        Self {
+            begun: Instant::now(),
+            aim: None,
+        }
+    }
+
+    /// Lets the hypervisor switch as soon as the pause will be short.
+    async fn allow_switch(
+        &mut self,
+        driver: &Driver<'_>,
+        machine: &Machine,
+    ) -> Result<(), MigrateError> {
+        let aim = self.aim.insert(Aim::new(driver.longest_pause()));
+        give_pause(machine, aim).await
     }
 
     /// Waits for some time; whether the hypervisor has paused the machine.
@@ -425,16 +438,32 @@ impl Waiting {
         machine: &Machine,
         events: &mut Events,
     ) -> Result<bool, MigrateError> {
-        let switch = MigrationStatus::PreSwitchover;
-        match machine.wait_migration(events, &switch, ROUND_EVERY).await {
-            Ok(()) => return Ok(true),
-            Err(HypervisorError::NotSeen { .. }) => {}
-            Err(e) => return Err(e.into()),
+        let begun = Instant::now();
+        let mut last = None;
+        while begun.elapsed() < ROUND_EVERY {
+            let switch = MigrationStatus::PreSwitchover;
+            match machine.wait_migration(events, &switch, LOOK_EVERY).await {
+                Ok(()) => return Ok(true),
+                Err(HypervisorError::NotSeen { .. }) => {}
+                Err(e) => return Err(e.into()),
+            }
+            last = machine.migration().await?.ram;
+            let (Some(ram), Some(aim)) = (&last, &mut self.aim) else {
+                continue;
+            };
+            let seen = Seen {
+                at: self.begun.elapsed(),
+                passes: ram.dirty_sync_count,
+                remaining: ram.remaining,
+            };
+            if aim.note(seen) {
+                give_pause(machine, aim).await?;
+            }
         }
-        if let Some(ram) = machine.migration().await?.ram {
+        if let Some(ram) = last {
             (driver.on_event)(MoveEvent::Memory(ram));
         }
-        match self.0.elapsed() > MEMORY_LIMIT {
+        match self.begun.elapsed() > MEMORY_LIMIT {
             false => Ok(false),
             true => Err(MigrateError::TooLong {
                 what: "copying memory",
@@ -442,4 +471,12 @@ impl Waiting {
             }),
         }
     }
+}
+
+async fn give_pause(machine: &Machine, aim: &Aim) -> Result<(), MigrateError> {
+    let parameters = MigrationParameters {
+        downtime_limit: Some(aim.pause().as_millis() as u64),
+        ..MigrationParameters::default()
+    };
+    Ok(machine.set_parameters(&parameters).await?)
 }

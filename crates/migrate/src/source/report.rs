@@ -29,7 +29,7 @@ pub struct MoveOptions {
     pub scratch: PathBuf,
     /// What is known of its disks, if anything is.
     pub generations: Option<Arc<dyn DiskGenerations>>,
-    /// How long the machine may be paused.
+    /// How long the machine may be paused, by estimate; a shorter pause is tried first.
     pub max_pause: Option<Duration>,
     /// Whether the last that was written to the disks may follow when the machine runs there.
     pub post_copy: PostCopy,
