@@ -1,12 +1,19 @@
 //! What pauses a program before its disk is handed over, and lets it go on if it stays.
 
-use std::io;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a command may take.
+/// How long a command or an answer may take.
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+
+/// What says that a command is a socket.
+const SOCKET: &str = "unix:";
+
+/// Maximum length of an answer by a socket, in bytes.
+const MAX_ANSWER: u64 = 512;
 
 /// How often that is looked at.
 const COMMAND_POLL: Duration = Duration::from_millis(5);
@@ -27,7 +34,8 @@ pub trait Hooks: Send + Sync {
     fn resume(&self) -> Result<(), String>;
 }
 
-/// Commands for the shell; without one, nothing is done.
+/// Commands for the shell, or Unix sockets on which the program listens, as `unix:PATH`: it is sent the line `pause` or `resume`, and
+/// answers with the line `ok`, or with why it does not. Without one, nothing is done.
 #[derive(Clone, Debug, Default)]
 pub struct Commands {
     /// Pauses the program.
@@ -38,19 +46,64 @@ pub struct Commands {
 
 impl Hooks for Commands {
     fn pause(&self, is_given_up: &dyn Fn() -> bool) -> Result<(), String> {
-        run(self.pause.as_deref(), is_given_up)
+        run(self.pause.as_deref(), "pause", is_given_up)
     }
 
     fn resume(&self) -> Result<(), String> {
-        run(self.resume.as_deref(), &|| false)
+        run(self.resume.as_deref(), "resume", &|| false)
     }
 }
 
-fn run(command: Option<&str>, is_given_up: &dyn Fn() -> bool) -> Result<(), String> {
+fn run(command: Option<&str>, word: &str, is_given_up: &dyn Fn() -> bool) -> Result<(), String> {
     let Some(command) = command else {
         return Ok(());
     };
-    run_to_the_end(command, is_given_up).map_err(|e| format!("{command}: {e}"))
+    match command.strip_prefix(SOCKET) {
+        Some(path) => ask(path, word, is_given_up),
+        None => run_to_the_end(command, is_given_up),
+    }
+    .map_err(|e| format!("{command}: {e}"))
+}
+
+/// Sends a program a line, and waits for its answer.
+fn ask(path: &str, word: &str, is_given_up: &dyn Fn() -> bool) -> io::Result<()> {
+    let mut socket = UnixStream::connect(path)?;
+    socket.set_write_timeout(Some(COMMAND_LIMIT))?;
+    socket.set_read_timeout(Some(COMMAND_POLL))?;
+    writeln!(socket, "{word}")?;
+    let begun = Instant::now();
+    let mut answers = BufReader::new(socket.take(MAX_ANSWER));
+    let mut answer = Vec::new();
+    loop {
+        match answers.read_until(b'\n', &mut answer) {
+            Ok(_) => break,
+            Err(e) if is_waiting(&e) => {}
+            Err(e) => return Err(e),
+        }
+        if is_given_up() {
+            return Err(io::Error::other("the move was given up"));
+        }
+        if begun.elapsed() > COMMAND_LIMIT {
+            let text = format!("no answer within {} s", COMMAND_LIMIT.as_secs());
+            return Err(io::Error::other(text));
+        }
+    }
+    if !answer.ends_with(b"\n") {
+        return Err(io::Error::other("no whole line came as an answer"));
+    }
+    match String::from_utf8_lossy(&answer).trim() {
+        "ok" => Ok(()),
+        other => Err(io::Error::other(format!("it answered: {other}"))),
+    }
+}
+
+fn is_waiting(e: &io::Error) -> bool {
+    let kinds = [
+        ErrorKind::WouldBlock,
+        ErrorKind::TimedOut,
+        ErrorKind::Interrupted,
+    ];
+    kinds.contains(&e.kind())
 }
 
 fn run_to_the_end(command: &str, is_given_up: &dyn Fn() -> bool) -> io::Result<()> {
@@ -99,6 +152,57 @@ mod tests {
         let failed = hooks.pause(&|| false).unwrap_err();
         assert!(failed.starts_with("exit 3: it ended with"), "{failed}");
         hooks.resume().unwrap();
+    }
+
+    #[test]
+    fn a_program_is_asked_by_its_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("hooks.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let program = std::thread::spawn(move || {
+            // The last one is half an answer.
+            ["ok\n", "not now\n", "", "ok"].map(|answer| {
+                let (mut socket, _) = listener.accept().unwrap();
+                let mut line = String::new();
+                let asked = BufReader::new(&socket).read_line(&mut line);
+                asked.unwrap();
+                socket.write_all(answer.as_bytes()).unwrap();
+                line
+            })
+        });
+        let at = format!("unix:{}", path.display());
+        let hooks = Commands {
+            pause: Some(at.clone()),
+            resume: Some(at),
+        };
+        hooks.pause(&|| false).unwrap();
+        let refused = hooks.pause(&|| false).unwrap_err();
+        assert!(refused.ends_with("it answered: not now"), "{refused}");
+        let closed = hooks.resume().unwrap_err();
+        assert!(
+            closed.ends_with("no whole line came as an answer"),
+            "{closed}"
+        );
+        hooks.resume().unwrap_err();
+        assert_eq!(
+            program.join().unwrap(),
+            ["pause\n", "pause\n", "resume\n", "resume\n"]
+        );
+        std::fs::remove_file(&path).unwrap();
+        assert!(hooks.resume().unwrap_err().contains("hooks.sock"));
+    }
+
+    #[test]
+    fn a_program_that_does_not_answer_is_not_waited_for_when_the_move_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("hooks.sock");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let hooks = Commands {
+            pause: Some(format!("unix:{}", path.display())),
+            resume: None,
+        };
+        let failed = hooks.pause(&|| true).unwrap_err();
+        assert!(failed.ends_with("the move was given up"), "{failed}");
     }
 
     #[test]

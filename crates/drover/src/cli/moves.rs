@@ -37,10 +37,11 @@ pub struct MoveArgs {
     /// Name of the image at the peer [default: its name here, ending in .raw]
     #[arg(long = "as", value_name = "NAME", value_parser = new_name)]
     pub rename: Option<ImageName>,
-    /// Command that pauses the program before the last round; run by /bin/sh, in the process that serves the disk
+    /// Command that pauses the program before the last round; run by /bin/sh, in the process that serves the disk. Or
+    /// unix:PATH, a socket of the program: it reads the line `pause`, and answers `ok`
     #[arg(long, value_name = "COMMAND", value_hint = ValueHint::CommandString)]
     pub pause: Option<String>,
-    /// Command that lets the program go on if the disk stays here after all
+    /// Command that lets the program go on if the disk stays here after all; or unix:PATH, which reads `resume`
     #[arg(long, value_name = "COMMAND", value_hint = ValueHint::CommandString)]
     pub resume: Option<String>,
     /// Begin the last round only when a round takes no longer than this; the pause may still be longer
