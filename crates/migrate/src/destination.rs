@@ -104,7 +104,7 @@ pub trait Site: Send + Sync + 'static {
     fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<Place, Refusal>>;
 
     /// Opens the disks of the machine, and serves them as long as the site runs or until they are closed. Those that
-    /// are open stay as they are.
+    /// are open stay as they are. Those of a machine whose move from here is committed must not be written as long as it is.
     ///
     /// # Errors
     /// When one cannot be opened.
@@ -194,8 +194,8 @@ impl<S: Site> Moves<S> {
         })
     }
 
-    /// Continues after a restart of the site: serves the disks of the machines that are here, and starts those that
-    /// were taken and not seen running. Errors are logged: one machine must not stop another.
+    /// Continues after a restart of the site: serves the disks of the machines that are here, or were handed over and may not be
+    /// all there yet, and starts those that were taken and not seen running. Errors are logged: one machine must not stop another.
     pub async fn restart(self: &Arc<Self>) {
         let names = self.site.machines().names();
         let names = names.inspect_err(|e| tracing::error!("cannot list the machines: {e}"));
@@ -214,7 +214,14 @@ impl<S: Site> Moves<S> {
         let Some(record) = self.site.machines().load(name)? else {
             return Ok(());
         };
-        let is_here = record.may_run() && self.site.kind() == Kind::Machine;
+        let is_machine = self.site.kind() == Kind::Machine;
+        if record.is_committed() && is_machine && record.generation.0 > 0 {
+            // What has not followed it is read from them, by the command that moves it.
+            drop(lock);
+            self.site.open_disks(name, &record).await?;
+            return Ok(());
+        }
+        let is_here = record.may_run() && is_machine;
         let mut served = Vec::new();
         if is_here && record.generation.0 > 0 {
             served = self.site.open_disks(name, &record).await?;

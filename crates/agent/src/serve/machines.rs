@@ -45,9 +45,11 @@ use crate::machines::{disk_of, mount_id};
 use crate::mounts::{OwnConnector, own};
 
 mod boot;
+mod handed_over;
 mod left;
 mod start;
 
+use handed_over::{Fence, HandedOver};
 pub(super) use left::has_changes;
 use left::{freeze, give, is_held_by, merge, wait_until_free, was_left};
 use start::{Why, is_listening, start};
@@ -209,6 +211,12 @@ impl SiteMachines {
                 );
                 return Err(Refusal::new(Code::Held, text));
             }
+            if is_new && record.is_committed() {
+                let text = format!(
+                    "the write lease of {image} was revoked before {name} had left: what has not followed it cannot be read from here any more"
+                );
+                return Err(Refusal::new(Code::Held, text));
+            }
             if is_new && has_changes(&domain, image) {
                 let text = format!(
                     "{image} has changes by mounts at {}: merge or drop them there",
@@ -230,7 +238,13 @@ impl SiteMachines {
             name: format!("disk-{index}"),
             description: format!("{} of the machine {name} by drover", disk.image),
             read_only: false,
-            device: Arc::clone(&disk.device) as _,
+            device: match record.is_committed() {
+                true => Arc::new(HandedOver::with_gate(
+                    Arc::clone(&disk.device),
+                    Fence::new(&self.machines, name),
+                )),
+                false => Arc::clone(&disk.device) as _,
+            },
         };
         let exports: Vec<_> = disks.iter().enumerate().map(export).collect();
         let served = exports.iter().zip(&disks).map(|(export, disk)| Served {

@@ -9,6 +9,7 @@ use drover_agent::text;
 ///
 /// The machines are those that config.toml names (`[machines.NAME]`) or that have moved from here before, if they
 /// are running. Each moves as with `drover migrate`. Those that cannot move keep running here; the others move all the same, and the command then fails.
+/// It ends when all disks of those that moved are at the peer, also of those that moved before: until then they need this host.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

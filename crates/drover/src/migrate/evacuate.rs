@@ -8,14 +8,17 @@ use anyhow::Result;
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::machines;
+use drover_agent::signals::Stop;
 use drover_agent::site::{self, find_peer};
 use drover_agent::text::{Compress, count};
+use drover_core::ImageName;
 use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
 use drover_hypervisor::{Hypervisor, HypervisorError, Place};
-use drover_net::RateLimit;
+use drover_net::{Backoff, RateLimit};
+use drover_store::machine::{MachineRecord, Owner};
 use serde_json::json;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
 use super::depart;
@@ -26,10 +29,13 @@ use crate::out;
 /// How long a lost connection is tried again.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
 
-/// `drover evacuate`.
+/// How often it is looked whether another command has brought a migration to its end.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+/// `drover evacuate`. Ends when nothing follows any of the machines any more.
 ///
 /// # Errors
-/// When a machine stays here; the others have moved.
+/// When a machine stays here, or is not all there when this was stopped; the others have moved.
 pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
     find_peer(&site::open_catalog(home)?, &args.peer)?;
     let found = running(home).await?;
@@ -40,27 +46,122 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
     let limit = limit.map(|rate| Arc::new(RateLimit::new(rate)));
     let places = Arc::new(Semaphore::new(args.parallel.into()));
     let all = found.len();
+    let stop = Stop::on_signals()?;
     let mut moves = JoinSet::new();
-    for (hypervisor, _) in found {
-        let (home, places, limit) = (home.clone(), Arc::clone(&places), limit.clone());
-        let args = of_one(&args, &hypervisor);
+    for (hypervisor, name) in found {
+        let one = Departing {
+            home: home.clone(),
+            args: of_one(&args, &hypervisor),
+            hypervisor,
+            name: ImageName::new(&name)?,
+            peer: args.peer.clone(),
+            limit: limit.clone(),
+            stop: stop.watch(),
+        };
+        let places = Arc::clone(&places);
         moves.spawn(async move {
-            let _place = places.acquire().await?;
-            let peer = args.peer.clone().unwrap_or_default();
-            depart(&home, &hypervisor, &peer, &args, limit, false).await
+            let moved = one.depart(&places).await;
+            (moved, one.is_committed())
         });
     }
-    let mut stay = 0;
+    let (mut stay, mut behind) = (0, 0);
     while let Some(moved) = moves.join_next().await {
-        if let Err(e) = moved? {
-            stay += 1;
+        let (moved, is_committed) = moved?;
+        if let Err(e) = moved {
+            match is_committed {
+                true => behind += 1,
+                false => stay += 1,
+            }
             out::note(&one_line(e.as_ref()));
         }
     }
-    match stay {
-        0 if args.json => out::json(&json!({"event": "evacuated", "machines": all})),
-        0 => out::line(&format!("{} moved to {}", count(all, "machine"), args.peer)),
-        _ => Err(Error::msg(format!("{stay} of {} did not move", count(all, "machine"))).into()),
+    let (all_of_them, peer) = (count(all, "machine"), &args.peer);
+    match (stay, behind) {
+        (0, 0) if args.json => out::json(&json!({"event": "evacuated", "machines": all})),
+        (0, 0) => out::line(&format!("{all_of_them} moved to {peer}")),
+        (_, 0) => Err(Error::msg(format!("{stay} of {all_of_them} did not move")).into()),
+        _ => Err(Error::msg(format!(
+            "{behind} of {all_of_them} still need this host, and {stay} did not move: keep it on, and run the same command again"
+        ))
+        .into()),
+    }
+}
+
+/// One of the machines.
+struct Departing {
+    home: Home,
+    hypervisor: cli::Hypervisor,
+    name: ImageName,
+    peer: String,
+    args: MigrateArgs,
+    limit: Option<Arc<RateLimit>>,
+    stop: watch::Receiver<bool>,
+}
+
+impl Departing {
+    fn record(&self) -> Option<MachineRecord> {
+        self.home.machines().load(&self.name).ok()?
+    }
+
+    /// Whether it was handed over, and perhaps not all of it is there.
+    fn is_committed(&self) -> bool {
+        self.record().is_some_and(|record| record.is_committed())
+    }
+
+    /// Moves it. One that was handed over is not left before all of it has followed: without this host it would wait for that.
+    async fn depart(&self, places: &Semaphore) -> Result<()> {
+        let mut pauses = Backoff::default();
+        loop {
+            if self.is_committed() && self.wait_for_others().await? {
+                return Ok(());
+            }
+            let place = places.acquire().await?;
+            let limit = self.limit.clone();
+            let moved = depart(
+                &self.home,
+                &self.hypervisor,
+                &self.peer,
+                &self.args,
+                limit,
+                false,
+            );
+            let moved = moved.await;
+            // Others need not wait for what is broken.
+            drop(place);
+            let Err(error) = moved else { return Ok(()) };
+            if !self.is_committed() || *self.stop.borrow() {
+                return Err(error);
+            }
+            out::note(&one_line(error.as_ref()));
+            self.pause(pauses.next_delay()).await?;
+        }
+    }
+
+    /// Waits as long as another command works on it; whether it is at the other site then.
+    async fn wait_for_others(&self) -> Result<bool> {
+        let mut is_told = false;
+        while self.home.machines().mover(&self.name)?.is_some() {
+            if !std::mem::replace(&mut is_told, true) {
+                out::note(&format!(
+                    "{}: another command copies what is left of its disks",
+                    self.name
+                ));
+            }
+            self.pause(LOOK_EVERY).await?;
+        }
+        let record = self.record();
+        Ok(is_told && record.is_some_and(|record| record.owner != Owner::Here))
+    }
+
+    async fn pause(&self, pause: Duration) -> Result<()> {
+        let mut stop = self.stop.clone();
+        tokio::select! {
+            () = tokio::time::sleep(pause) => Ok(()),
+            Ok(_) = stop.wait_for(|stop| *stop) => Err(Error::msg(format!(
+                "{} runs at {}, and some of its disks is still here", self.name, self.peer
+            ))
+            .into()),
+        }
     }
 }
 

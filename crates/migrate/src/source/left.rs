@@ -6,6 +6,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::nbd::{NbdAddress, NbdOptions};
@@ -18,6 +19,10 @@ use serde::{Deserialize, Serialize};
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::program::behind::{Answering, Behind};
+
+/// How long a server of disks may take to start, and how often that is looked at.
+const SERVER_LIMIT: Duration = Duration::from_secs(30);
+const SERVER_POLL: Duration = Duration::from_millis(200);
 
 /// The file of [`LeftDisks`].
 pub(super) const FORMAT: Envelope = Envelope {
@@ -101,7 +106,16 @@ impl LeftDisk {
                 let opened = ImageDevice::open(path);
                 of_file(path, opened.map(|device| Arc::new(device) as _))?
             }
-            (LeftData::Nbd(address), _) => nbd(address)?,
+            (LeftData::Nbd(address), _) => {
+                let begun = Instant::now();
+                loop {
+                    match nbd(address) {
+                        // The site that serves it may be starting.
+                        Err(_) if begun.elapsed() < SERVER_LIMIT => std::thread::sleep(SERVER_POLL),
+                        opened => break opened?,
+                    }
+                }
+            }
             (LeftData::Other, Err(error)) => return Err(error),
         };
         if device.size() != self.size {

@@ -29,11 +29,16 @@ struct Waiting {
 impl Waiting {
     /// The machine runs at the other site, which lacks some of its disks.
     fn begin(sites: &Sites, options: &[&str]) -> Waiting {
+        Self::begin_from(sites, "near", "far", options)
+    }
+
+    /// The same of a machine at another site.
+    fn begin_from(sites: &Sites, from: &str, to: &str, options: &[&str]) -> Waiting {
         let path = sites.world.path("rest");
         let _ = fs::remove_file(&path);
-        let machine = sites.hypervisor("near");
-        let args = ["migrate", &machine, "far", "--json"];
-        let mut command = sites.world.drover("near", &[&args[..], options].concat());
+        let machine = sites.hypervisor(from);
+        let args = ["migrate", &machine, to, "--json"];
+        let mut command = sites.world.drover(from, &[&args[..], options].concat());
         command.env("DROVER_TEST_HOLD", format!("rest:{}", path.display()));
         let mut moving = Moving::spawn(command);
         moving.until("step", "rest");
@@ -150,6 +155,72 @@ async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
         let gone = ["migrate", "--list"];
         sites.world.run("near", &gone).ok();
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_site_that_serves_the_disks_dies_while_they_follow() {
+    let test = "the_site_that_serves_the_disks_dies_while_they_follow";
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let mut first = sites.start("near").await;
+    let mut far = sites.wait_for_it("far").await;
+    first.wait_said("beat", 20).await;
+    Moving::begin(&sites, "near", "far", &[]).done();
+    first.ended().await;
+    goes_on(&first, &mut far).await;
+
+    // From now on the disk is an image of the site, with what the machine has written since.
+    let mut near = sites.wait_for_it("near").await;
+    let at_once = ["--post-copy", "at-once"];
+    let waiting = Waiting::begin_from(&sites, "far", "near", &at_once);
+    let last = far.said("beat").unwrap();
+    sites.restart("far");
+    near.wait_said("beat", last + 5).await;
+    assert_eq!(states(&sites), ("arriving".into(), "committed".into()));
+    let done = waiting.go_on().done();
+    assert!(done["left_bytes"].as_u64() > Some(0), "{done}");
+    far.ended().await;
+    goes_on(&far, &mut near).await;
+    assert_eq!(states(&sites), ("here".into(), "away".into()));
+
+    // The same when the QEMU here and the command have died as well.
+    let mut far = sites.wait_for_it("far").await;
+    let waiting = Waiting::begin(&sites, &at_once);
+    waiting.moving.kill();
+    near.kill();
+    sites.restart("near");
+    Moving::begin(&sites, "near", "far", &[]).done();
+    goes_on(&near, &mut far).await;
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_is_evacuated_when_nothing_follows_any_more() {
+    let test = "a_host_is_evacuated_when_nothing_follows_any_more";
+    let Some(sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 20).await;
+    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let mut evacuate = sites.world.drover("near", &["evacuate", "far"]);
+    let piped = evacuate.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut evacuate = piped.spawn().unwrap();
+    let mut told = BufReader::new(evacuate.stderr.take().unwrap()).lines();
+    let line = told.next().unwrap().unwrap();
+    assert!(line.contains("web: another command copies"), "{line}");
+    assert_eq!(evacuate.try_wait().unwrap(), None);
+    assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+    // What the other command does not do any more, this one does.
+    waiting.moving.kill();
+    let ended = evacuate.wait_with_output().unwrap();
+    let said = String::from_utf8(ended.stdout).unwrap();
+    assert!(said.ends_with("1 machine moved to far\n"), "{said}");
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
+    here.ended().await;
+    goes_on(&here, &mut there).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
