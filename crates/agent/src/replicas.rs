@@ -4,16 +4,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use drover_core::ImageName;
 use drover_net::{Code, Refusal, request};
-use drover_store::replica::{Named, Records, Replica, Sent, may_be_of};
+use drover_store::replica::{Named, Records, Replica, Sent, replica_of};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::remote::Call;
 use crate::text::clean;
-
-/// The silence of a source after which it is believed to be gone, at least, in milliseconds.
-pub(crate) const SILENCE_MS: u64 = 60_000;
 
 /// Request: the replica takes over. Its images can be written, and no round of its source is accepted any more. Repeated, it
 /// says the same.
@@ -23,7 +20,7 @@ pub struct FailOver {
     pub name: ImageName,
     /// Only say what would be done.
     pub dry_run: bool,
-    /// Also if its source was heard just now.
+    /// Its source does not run any more, or may: whoever asks knows, since the site does not. Without that it is refused.
     pub force: bool,
     /// Start the machine, if config.toml says how.
     pub start: bool,
@@ -41,13 +38,13 @@ pub struct FailedOver {
     pub failed_over_ms: Option<u64>,
     /// Its disks: images of this site.
     pub images: Vec<String>,
-    /// When its source was last heard.
+    /// When its source was last heard: it began a round then, or completed one.
     pub heard_ms: u64,
-    /// Whether its source was heard so lately that it may still run.
-    pub is_heard: bool,
+    /// Whether the round that it began then is not complete.
+    pub under_way: bool,
     /// Whether the machine runs here, or would.
     pub starts: bool,
-    /// Why it does not, although it was to be started.
+    /// Why it does not, or would not, although it was to be started.
     pub not_started: Option<String>,
 }
 
@@ -202,20 +199,21 @@ pub(crate) fn may_be_changed(
     replicas: &Records<Replica>,
     image: &ImageName,
 ) -> Result<(), Refusal> {
-    for name in may_be_of(image) {
-        // One that is damaged may be of this image.
-        let of = replicas.load(&name)?;
-        if of.is_some_and(|replica| replica.failed_over_ms.is_none() && replica.has(image)) {
-            let text = format!(
-                "{image} is a disk of the replica {name}: `drover failover {name}` makes it usable, `drover replicate --forget {name}` an image like any other"
-            );
-            return Err(Refusal::new(Code::Held, text));
-        }
+    let Some(name) = replica_of(image) else {
+        return Ok(());
+    };
+    // One that is damaged may be of this image.
+    let of = replicas.load(&name)?;
+    if of.is_some_and(|replica| replica.failed_over_ms.is_none() && replica.has(image)) {
+        let text = format!(
+            "{image} is a disk of the replica {name}: `drover failover {name}` makes it usable, `drover replicate --forget {name}` an image like any other"
+        );
+        return Err(Refusal::new(Code::Held, text));
     }
     Ok(())
 }
 
-/// Whether mounts may write to an image: also not if it is being received for a replica.
+/// Whether mounts may write to an image: also not if a round brings it, or has brought it and it is to be removed.
 ///
 /// # Errors
 /// As [`may_be_changed`].
@@ -224,14 +222,15 @@ pub(crate) fn may_be_written(
     image: &ImageName,
 ) -> Result<(), Refusal> {
     may_be_changed(replicas, image)?;
-    for name in may_be_of(image) {
-        let of = replicas.load(&name)?;
-        if of.is_some_and(|replica| replica.receives(image)) {
-            let text = format!(
-                "{image} is being received for the replica {name}: `drover replicate --forget {name}` ends that"
-            );
-            return Err(Refusal::new(Code::Held, text));
-        }
+    let Some(name) = replica_of(image) else {
+        return Ok(());
+    };
+    let of = replicas.load(&name)?;
+    if of.is_some_and(|replica| replica.receives(image)) {
+        let text = format!(
+            "{image} is of a round of the replica {name}: `drover replicate --forget {name}` ends that"
+        );
+        return Err(Refusal::new(Code::Held, text));
     }
     Ok(())
 }

@@ -28,7 +28,7 @@ use serde_json::json;
 use crate::cli::{self, FailoverArgs, ReplicateArgs, Replicated};
 use crate::failure::{self, usage};
 use crate::{migrate, out, prompt};
-use show::{Show, seconds};
+use show::Show;
 
 /// `drover replicate`.
 ///
@@ -99,8 +99,6 @@ pub async fn replicate(home: &Home, args: ReplicateArgs) -> Result<()> {
     sent.to.name.clone_from(&peer.name);
     sent.source = of.to_string();
     sent.every_seconds = args.every.map(|every| every.as_secs());
-    // After a failover the other site decides whether it begins anew.
-    sent.fenced = None;
     // The other site knows it by its seed from the first round on, also if that fails.
     records.store(&key, &sent).map_err(Error::Refused)?;
     let made = match machine {
@@ -127,6 +125,7 @@ pub async fn replicate(home: &Home, args: ReplicateArgs) -> Result<()> {
             pause: args.pause.clone(),
             resume: args.resume.clone(),
             limit: args.limit,
+            compress: args.compress.0,
             give_up_after: args.give_up_after,
             scratch: args.scratch.clone().map(std::path::absolute).transpose()?,
         })),
@@ -296,6 +295,8 @@ impl Rounds<'_> {
         self.sent.size = done.size;
         self.sent.wire_bytes = done.wire_bytes;
         self.sent.rounds += 1;
+        // After a failover the other site decides whether it begins anew.
+        self.sent.fenced = None;
         let stored = self.records.store(&self.key, &self.sent);
         stored.map_err(Error::Refused)?;
         let risk = before.map(|before| now.saturating_sub(before));
@@ -357,7 +358,7 @@ async fn forget(home: &Home, name: &ImageName, json: bool) -> Result<()> {
 /// `drover failover`.
 ///
 /// # Errors
-/// When there is nothing to use, or its source may still run and nobody confirms it.
+/// When there is nothing to use, or nobody confirms that its source does not run any more.
 pub async fn failover(home: &Home, args: FailoverArgs) -> Result<()> {
     let name = &args.name;
     let ask = |dry_run, force| FailOver {
@@ -370,16 +371,14 @@ pub async fn failover(home: &Home, args: FailoverArgs) -> Result<()> {
     if args.dry_run {
         return show::failover(name, &would, args.json);
     }
-    if would.is_heard {
-        let ago = now_ms().saturating_sub(would.heard_ms) / 1000;
+    if would.failed_over_ms.is_none() {
         let question = format!(
-            "{} was heard {} ago, and may still run {name}. It is not stopped: there may be two machines. Fail over?",
-            clean(&would.from),
-            seconds(ago)
+            "{} It is not stopped: there may be two machines then. Fail over?",
+            show::heard(name, &would)
         );
         prompt::confirm(&question, args.yes)?;
     }
-    let done = replicas::fail_over(home, &ask(false, would.is_heard)).await?;
+    let done = replicas::fail_over(home, &ask(false, true)).await?;
     show::failover(name, &done, args.json)?;
     match done.not_started {
         None => Ok(()),

@@ -9,6 +9,7 @@ mod held;
 mod machine;
 pub mod protocol;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -128,9 +129,13 @@ impl Replication {
         }
     }
 
-    /// Goes on with other limits and hooks, to the same replica.
+    /// Goes on with other limits and hooks, to the same replica; what is overwritten while a round is sent goes to `scratch`.
     #[must_use]
-    pub fn with(self, options: ReplicaOptions) -> Self {
+    pub fn with(mut self, options: ReplicaOptions, scratch: PathBuf) -> Self {
+        match &mut self.disks {
+            Disks::Machine(disks) => disks.keep_aside_in(scratch),
+            Disks::Device(disk) => disk.keep_aside_in(scratch),
+        }
         Self { options, ..self }
     }
 

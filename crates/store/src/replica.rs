@@ -23,6 +23,9 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 64 << 10,
 };
 
+/// Upper bound on a record in bytes: what is left of its file beside what protects it.
+pub const MAX_RECORD_BYTES: usize = (64 << 10) - 44;
+
 /// Upper bound on the name of a device, in bytes.
 const MAX_DEVICE: usize = 200;
 
@@ -76,6 +79,8 @@ pub struct Replica {
     pub point: Option<Point>,
     /// The round that is being received.
     pub under_way: Option<Round>,
+    /// Images that earlier rounds have brought, whole or in part, and that are of no use any more: to be removed.
+    pub left: Vec<ImageName>,
     /// When its source was last heard: milliseconds since 1970.
     pub heard_ms: u64,
     /// Rounds that were complete.
@@ -84,18 +89,51 @@ pub struct Replica {
     pub failed_over_ms: Option<u64>,
 }
 
-/// The names that a replica may have whose disks include this image.
-pub fn may_be_of(image: &ImageName) -> impl Iterator<Item = ImageName> {
+/// What the source of a replica says when it begins a round.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// What it is a replica of.
+    pub seed: Seed,
+    /// Whether that is a machine, not an image.
+    pub is_machine: bool,
+    /// What its hypervisor calls the devices, in the order of the disks; empty if it has none.
+    pub devices: Vec<String>,
+    /// Seconds from one round to the next; none if they are made one by one.
+    pub every_seconds: Option<u64>,
+}
+
+/// The image of a disk of a replica. No two replicas have a name in common, whatever they are called: the last dash ends the
+/// name of the replica.
+fn image_of(replica: &ImageName, disk: usize, letter: char) -> Result<ImageName, Refusal> {
+    ImageName::new(format!("{replica}-{disk}.{letter}.raw")).map_err(|e| {
+        let text = format!("the images of a replica called {replica} have no valid names: {e}");
+        Refusal::new(Code::Denied, text)
+    })
+}
+
+/// The only replica that may have an image of this name, if any may.
+#[must_use]
+pub fn replica_of(image: &ImageName) -> Option<ImageName> {
     let name = image.as_str();
     let name = name
         .strip_suffix(".a.raw")
-        .or_else(|| name.strip_suffix(".b.raw"));
-    let of_machine = name.and_then(|name| {
-        let (name, disk) = name.rsplit_once('-')?;
-        disk.parse::<usize>().ok().map(|_| name)
-    });
-    let names = name.into_iter().chain(of_machine);
-    names.filter_map(|name| ImageName::new(name).ok())
+        .or_else(|| name.strip_suffix(".b.raw"))?;
+    let (name, disk) = name.rsplit_once('-')?;
+    let number: usize = disk.parse().ok()?;
+    // As it is written by `image_of`.
+    let is_number = number.to_string() == disk && number < MAX_DISKS;
+    is_number.then(|| ImageName::new(name).ok())?
+}
+
+/// The name that the image of the same disk has in every other round.
+#[must_use]
+pub fn in_other_rounds(image: &ImageName) -> Option<ImageName> {
+    let name = image.as_str();
+    let other = match name.strip_suffix(".a.raw") {
+        Some(name) => format!("{name}.b.raw"),
+        None => format!("{}.a.raw", name.strip_suffix(".b.raw")?),
+    };
+    ImageName::new(other).ok()
 }
 
 /// A replica that is sent from this site.
@@ -126,7 +164,7 @@ pub struct Sent {
 impl Replica {
     /// A replica of which nothing has arrived.
     #[must_use]
-    pub fn new(seed: Seed, from: Other, is_machine: bool, now_ms: u64) -> Self {
+    pub fn new(seed: Seed, from: Other, is_machine: bool) -> Self {
         Self {
             seed,
             from,
@@ -134,76 +172,134 @@ impl Replica {
             every_seconds: None,
             point: None,
             under_way: None,
-            heard_ms: now_ms,
+            left: Vec::new(),
+            heard_ms: 0,
             rounds: 0,
             failed_over_ms: None,
         }
     }
 
-    /// Begins a round, or the same anew, with the disks of these devices; their images have names after `name`, other than those of the
-    /// point.
+    /// Begins a round, or the same anew; its images have names after `name`, other than those of the point.
     ///
     /// # Errors
-    /// [`Code::Denied`] for disks that no machine has.
+    /// [`Code::Lost`] when it has taken over, [`Code::Denied`] for another machine, or disks that no machine has.
     pub fn begin(
         &self,
         name: &ImageName,
-        devices: Vec<String>,
+        offer: &Offer,
         token: Token,
+        now_ms: u64,
     ) -> Result<Self, Refusal> {
-        let disks = devices.len();
+        let refused = |code, text: String| Err(Refusal::new(code, text));
+        if self.failed_over_ms.is_some() {
+            return refused(Code::Lost, format!("{name} has taken over"));
+        }
+        if (self.seed, self.is_machine) != (offer.seed, offer.is_machine) {
+            let text = format!(
+                "a replica of another machine or disk is kept as {name}: use another name, or remove that there with `drover replicate --forget {name}`"
+            );
+            return refused(Code::Denied, text);
+        }
+        let disks = offer.devices.len();
         if disks == 0 || disks > MAX_DISKS {
             let text = format!("a machine has 1 to {MAX_DISKS} disks");
-            return Err(Refusal::new(Code::Denied, text));
+            return refused(Code::Denied, text);
         }
-        if devices.iter().any(|device| device.len() > MAX_DEVICE) {
+        if offer.devices.iter().any(|device| device.len() > MAX_DEVICE) {
             let text = "the name of a device is too long";
-            return Err(Refusal::new(Code::Denied, text));
+            return refused(Code::Denied, text.into());
         }
-        let of_point = self.point.iter().flat_map(|point| &point.images);
-        let ends_in_a = |image: &PointImage| image.name.as_str().ends_with(".a.raw");
-        let letter = match of_point.clone().any(ends_in_a) {
+        let mut of_point = self.point.iter().flat_map(|point| &point.images);
+        let letter = match of_point.any(|image| image.name.as_str().ends_with(".a.raw")) {
             true => 'b',
             false => 'a',
         };
-        let image = |n: usize| match self.is_machine {
-            true => ImageName::new(format!("{name}-{n}.{letter}.raw")),
-            false => ImageName::new(format!("{name}.{letter}.raw")),
-        };
-        let images: Result<Vec<_>, _> = (0..disks).map(image).collect();
-        let images = images.map_err(|e| Refusal::new(Code::Denied, e.to_string()))?;
-        Ok(Self {
-            under_way: Some(Round {
-                token,
-                images,
-                devices,
-            }),
+        let images: Result<Vec<_>, _> = (0..disks)
+            .map(|disk| image_of(name, disk, letter))
+            .collect();
+        let images = images?;
+        let mut begun = Self {
+            every_seconds: offer.every_seconds,
+            heard_ms: now_ms,
             ..self.clone()
-        })
+        };
+        begun.leave_round();
+        begun.left.retain(|left| !images.contains(left));
+        begun.under_way = Some(Round {
+            token,
+            images,
+            devices: offer.devices.clone(),
+        });
+        Ok(begun)
     }
 
-    /// The round is complete: its images are the point. `None` if it is not under way.
-    #[must_use]
-    pub fn complete(&self, point: Point) -> Option<Self> {
-        self.under_way
+    /// The images of the round that is under way are of no use any more.
+    fn leave_round(&mut self) {
+        let images = self.under_way.take().into_iter();
+        for image in images.flat_map(|round| round.images) {
+            if !self.left.contains(&image) {
+                self.left.push(image);
+            }
+        }
+    }
+
+    /// The round is complete: its images are the point, as of so long ago. `delivered` is asked for the bytes of the disk of each,
+    /// if it was delivered with that digest. `None` if it was complete before.
+    ///
+    /// # Errors
+    /// [`Code::OutOfOrder`] if it is not under way; those of `delivered`.
+    pub fn complete(
+        &self,
+        token: Token,
+        digests: &[Digest],
+        age_ms: u64,
+        now_ms: u64,
+        delivered: impl Fn(&ImageName, &Digest) -> Result<u64, Refusal>,
+    ) -> Result<Option<Self>, Refusal> {
+        if self
+            .point
             .as_ref()
-            .filter(|round| round.token == point.round)?;
-        Some(Self {
-            point: Some(point),
+            .is_some_and(|point| point.round == token)
+        {
+            return Ok(None);
+        }
+        let round = self.under_way.as_ref();
+        let round =
+            round.filter(|round| round.token == token && round.images.len() == digests.len());
+        let none = || Refusal::new(Code::OutOfOrder, "that round is not under way");
+        let round = round.ok_or_else(none)?;
+        let mut images = Vec::new();
+        for ((name, device), digest) in round.images.iter().zip(&round.devices).zip(digests) {
+            images.push(PointImage {
+                name: name.clone(),
+                device: device.clone(),
+                digest: *digest,
+                size: delivered(name, digest)?,
+            });
+        }
+        let before = self.point.iter().flat_map(|point| &point.images);
+        let before = before.map(|image| image.name.clone());
+        Ok(Some(Self {
+            left: self.left.iter().cloned().chain(before).collect(),
+            point: Some(Point {
+                round: token,
+                moment_ms: now_ms.saturating_sub(age_ms),
+                images,
+            }),
             under_way: None,
-            rounds: self.rounds + 1,
+            heard_ms: now_ms,
+            rounds: self.rounds.saturating_add(1),
             ..self.clone()
-        })
+        }))
     }
 
     /// Takes over. No round is accepted from now on.
     #[must_use]
     pub fn fail_over(&self, now_ms: u64) -> Self {
-        Self {
-            failed_over_ms: Some(self.failed_over_ms.unwrap_or(now_ms)),
-            under_way: None,
-            ..self.clone()
-        }
+        let mut over = self.clone();
+        over.leave_round();
+        over.failed_over_ms.get_or_insert(now_ms);
+        over
     }
 
     /// Whether an image is of its point.
@@ -213,21 +309,11 @@ impl Replica {
         images.any(|of| of.name == *image)
     }
 
-    /// Whether an image is one of the round that is being received.
+    /// Whether rounds bring an image of this name, or have brought it and will remove it.
     #[must_use]
     pub fn receives(&self, image: &ImageName) -> bool {
         let mut images = self.under_way.iter().flat_map(|round| &round.images);
-        images.any(|of| of == image)
-    }
-
-    /// Whether its source was heard in the last interval, so that it may still run.
-    #[must_use]
-    pub fn was_heard(&self, now_ms: u64, usual_ms: u64) -> bool {
-        let every = self
-            .every_seconds
-            .map(|seconds| seconds.saturating_mul(1000));
-        let silent = now_ms.saturating_sub(self.heard_ms);
-        silent <= every.unwrap_or(usual_ms).max(usual_ms)
+        images.any(|of| of == image) || self.left.contains(image)
     }
 }
 
@@ -326,89 +412,163 @@ mod tests {
     const FIRST: Token = Token([1; 16]);
     const SECOND: Token = Token([2; 16]);
 
+    const SEED: Seed = Seed([1; 16]);
+
     fn replica() -> Replica {
         let from = Other {
             key: [1; 32],
             name: "paris".into(),
         };
-        Replica::new(Seed([1; 16]), from, true, 1000)
+        Replica::new(SEED, from, true)
     }
 
-    fn devices(n: usize) -> Vec<String> {
-        vec!["vd".into(); n]
+    fn offer(disks: usize) -> Offer {
+        Offer {
+            seed: SEED,
+            is_machine: true,
+            devices: vec!["vd".into(); disks],
+            every_seconds: None,
+        }
     }
 
     fn name() -> ImageName {
         ImageName::new("web").unwrap()
     }
 
-    fn point(of: &Replica) -> Point {
-        let round = of.under_way.clone().unwrap();
-        let image = |name: &ImageName| PointImage {
-            name: name.clone(),
-            device: String::new(),
-            digest: Digest::default(),
-            size: 4096,
-        };
-        Point {
-            round: round.token,
-            moment_ms: 900,
-            images: round.images.iter().map(image).collect(),
-        }
+    fn begin(known: &Replica, disks: usize, token: Token) -> Replica {
+        known.begin(&name(), &offer(disks), token, 1000).unwrap()
+    }
+
+    /// Completes the round that is under way, of which the moment was 100 ms ago.
+    fn complete(known: &Replica) -> Replica {
+        let round = known.under_way.as_ref().unwrap();
+        let digests = vec![Digest::default(); round.images.len()];
+        let done = known.complete(round.token, &digests, 100, 1000, |_, _| Ok(4096));
+        done.unwrap().expect("a new point")
+    }
+
+    fn images(of: &Replica) -> Vec<&str> {
+        let images = of.under_way.iter().flat_map(|round| &round.images);
+        images.map(ImageName::as_str).collect()
     }
 
     #[test]
     fn a_round_has_other_images_than_the_point() {
-        let begun = replica().begin(&name(), devices(2), FIRST).unwrap();
+        let begun = begin(&replica(), 2, FIRST);
         assert!(begun.point.is_none());
-        let first = begun.complete(point(&begun)).unwrap();
+        let first = complete(&begun);
         assert_eq!((first.rounds, &first.under_way), (1, &None));
+        assert_eq!(first.point.as_ref().unwrap().moment_ms, 900);
         assert!(first.has(&ImageName::new("web-1.a.raw").unwrap()));
-        let begun = first.begin(&name(), devices(2), SECOND).unwrap();
+        let begun = begin(&first, 2, SECOND);
         assert_eq!(begun.point, first.point);
         let next = ImageName::new("web-1.b.raw").unwrap();
         assert!(begun.receives(&next) && !first.receives(&next));
-        let images = &begun.under_way.as_ref().unwrap().images;
-        assert_eq!(images[0].as_str(), "web-0.b.raw");
-        assert!(!images.iter().any(|image| begun.has(image)));
-        // A late end of the first one.
-        assert_eq!(begun.complete(first.point.clone().unwrap()), None);
-        let second = begun.complete(point(&begun)).unwrap();
-        let third = second.begin(&name(), devices(1), FIRST).unwrap();
-        assert_eq!(third.under_way.unwrap().images[0].as_str(), "web-0.a.raw");
-        assert!(second.begin(&name(), devices(0), FIRST).is_err());
+        assert_eq!(images(&begun), ["web-0.b.raw", "web-1.b.raw"]);
+        let again = |round, digests: &[Digest]| {
+            let delivered = |_: &ImageName, _: &Digest| panic!("of another round");
+            begun.complete(round, digests, 0, 2000, delivered)
+        };
+        let digests = [Digest::default(); 2];
+        // A late end of the first one changes nothing; one of another, or of other disks, is refused.
+        assert_eq!(again(FIRST, &digests), Ok(None));
+        for (round, digests) in [(Token([3; 16]), &digests[..]), (SECOND, &digests[..1])] {
+            let refusal = again(round, digests).unwrap_err();
+            assert_eq!(refusal.code, Code::OutOfOrder);
+        }
+        let second = complete(&begun);
+        assert_eq!(
+            second.left,
+            ["web-0.a.raw", "web-1.a.raw"].map(|name| ImageName::new(name).unwrap())
+        );
+        let third = begin(&second, 1, FIRST);
+        assert_eq!(images(&third), ["web-0.a.raw"]);
+        assert!(second.begin(&name(), &offer(0), FIRST, 0).is_err());
+        let other = Offer {
+            seed: Seed([2; 16]),
+            ..offer(1)
+        };
+        let refusal = second.begin(&name(), &other, FIRST, 0).unwrap_err();
+        assert_eq!(refusal.code, Code::Denied);
     }
 
     #[test]
-    fn an_image_names_its_replicas() {
+    fn what_rounds_with_more_disks_have_left_is_known() {
+        let half = begin(&replica(), 3, FIRST);
+        let begun = begin(&half, 1, SECOND);
+        let left = |of: &Replica| of.left.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(left(&begun), ["web-1.a.raw", "web-2.a.raw"]);
+        let complete = complete(&begun);
+        assert_eq!(left(&complete), ["web-1.a.raw", "web-2.a.raw"]);
+        // Another that has them again.
+        let more = begin(&begin(&complete, 1, FIRST), 2, SECOND);
+        assert_eq!(left(&more), ["web-1.a.raw", "web-2.a.raw"]);
+        let over = more.fail_over(5000);
+        let all = ["web-1.a.raw", "web-2.a.raw", "web-0.b.raw", "web-1.b.raw"];
+        assert_eq!(left(&over), all);
+    }
+
+    #[test]
+    fn an_image_is_of_one_replica_at_most() {
         let of = |image: &str| {
             let image = ImageName::new(image).unwrap();
-            may_be_of(&image)
-                .map(|name| name.to_string())
-                .collect::<Vec<_>>()
+            replica_of(&image).map(|name| name.to_string())
         };
-        assert_eq!(of("web-0.a.raw"), ["web-0", "web"]);
-        assert_eq!(of("web-db.b.raw"), ["web-db"]);
-        assert_eq!(of("web.raw"), Vec::<String>::new());
+        assert_eq!(of("web-0.a.raw").as_deref(), Some("web"));
+        assert_eq!(of("web-0-0.a.raw").as_deref(), Some("web-0"));
+        for none in [
+            "web.raw",
+            "web.a.raw",
+            "web-db.b.raw",
+            "web-00.a.raw",
+            "web-+1.a.raw",
+            "web-32.a.raw",
+            "-0.a.raw",
+        ] {
+            assert_eq!(of(none), None, "{none}");
+        }
+        // What is called web-0, machine or disk, has no image in common with the disks of the machine web.
+        let of = |name: &str, is_machine| {
+            let name = ImageName::new(name).unwrap();
+            let offer = Offer {
+                is_machine,
+                ..offer(MAX_DISKS)
+            };
+            let known = Replica {
+                is_machine,
+                ..replica()
+            };
+            let begun = known.begin(&name, &offer, FIRST, 0).unwrap();
+            let images = begun.under_way.unwrap().images;
+            assert!(
+                images
+                    .iter()
+                    .all(|image| replica_of(image).as_ref() == Some(&name))
+            );
+            images
+        };
+        let web = of("web", true);
+        let other = in_other_rounds(&web[31]).unwrap();
+        assert_eq!(other.as_str(), "web-31.b.raw");
+        assert_eq!(in_other_rounds(&other).as_ref(), Some(&web[31]));
+        for is_machine in [true, false] {
+            assert!(
+                of("web-0", is_machine)
+                    .iter()
+                    .all(|image| !web.contains(image))
+            );
+        }
     }
 
     #[test]
     fn a_failover_is_for_good() {
-        let begun = replica().begin(&name(), devices(1), FIRST).unwrap();
+        let begun = begin(&replica(), 1, FIRST);
         let over = begun.fail_over(5000);
-        assert_eq!(over.complete(point(&begun)), None);
+        let refusal = over.complete(FIRST, &[Digest::default()], 0, 0, |_, _| Ok(1));
+        assert_eq!(refusal.unwrap_err().code, Code::OutOfOrder);
+        let refusal = over.begin(&name(), &offer(1), SECOND, 0).unwrap_err();
+        assert_eq!(refusal.code, Code::Lost);
         assert_eq!(over.fail_over(6000), over);
-    }
-
-    #[test]
-    fn a_source_is_heard_in_its_interval() {
-        let mut replica = replica();
-        assert!(replica.was_heard(1000 + 500, 500));
-        assert!(!replica.was_heard(1000 + 501, 500));
-        replica.every_seconds = Some(60);
-        assert!(replica.was_heard(1000 + 60_000, 500));
-        // A clock that was set back.
-        assert!(replica.was_heard(0, 500));
     }
 
     #[test]
@@ -416,7 +576,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::<Replica>::new(directory.path().join("replicas"));
         assert_eq!(records.load(&name()).unwrap(), None);
-        let begun = replica().begin(&name(), devices(2), FIRST).unwrap();
+        let begun = begin(&replica(), 2, FIRST);
         records.store(&name(), &begun).unwrap();
         assert_eq!(records.all().unwrap(), [(name(), Ok(begun))]);
         let path = records.directory().join("web");

@@ -7,6 +7,7 @@ use std::fmt;
 use std::io;
 
 use drover_core::BLOCK_SIZE;
+use serde::{Deserialize, Serialize};
 use zstd::stream::raw::{CParameter, DParameter, Decoder, Encoder, InBuffer, Operation, OutBuffer};
 
 use crate::codec::Packing;
@@ -20,7 +21,7 @@ pub use pace::{Pace, Passed};
 pub const MAX_LEVEL: u8 = 15;
 
 /// How a connection compresses a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Serialize, Deserialize, Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effort {
     /// No compression.
     None,

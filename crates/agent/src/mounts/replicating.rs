@@ -11,8 +11,8 @@ use drover_migrate::replica::{
 use drover_migrate::{Commands, MigrateError, Movable};
 use drover_net::{Code, DEFAULT_DOMAIN, NetError, PeerKey, RateLimit, request};
 use drover_store::machine::Seed;
-use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, SendEvent};
+use drover_teleport::{Effort, SendOptions};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, watch};
 
@@ -50,6 +50,8 @@ pub struct ReplicateDisk {
     pub resume: Option<String>,
     /// Bytes a second.
     pub limit: Option<u64>,
+    /// Compression of what is sent; none adapts it.
+    pub compress: Option<Effort>,
     /// How long to retry a lost connection.
     pub give_up_after: Duration,
     /// Directory for what is overwritten while a round is sent; none for that of the mount.
@@ -132,7 +134,7 @@ pub async fn run(
             limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
             dry_run: false,
             connections: None,
-            compress: None,
+            compress: order.compress,
             give_up_after: order.give_up_after,
         },
         name_there: order.name_there.clone(),
@@ -148,7 +150,7 @@ pub async fn run(
     let (key, name, seed) = (peer.key, &order.name_there, order.seed);
     let mut replication = match kept.0.take() {
         Some((of, its, its_seed, known)) if (of, &its, its_seed) == (key, name, seed) => {
-            known.with(options)
+            known.with(options, scratch)
         }
         other => {
             if let Some((.., mut other)) = other {

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use drover_core::ImageName;
+use drover_core::{Digest, ImageName};
 use drover_migrate::replica::protocol::{BeginRound, Begun, CompleteRound, TellPoint};
 use drover_net::service::{Exchange, Handler, Peer, Request};
 use drover_net::{Code, Refusal, Right};
-use drover_store::Catalog;
 use drover_store::generations::Summary;
 use drover_store::machine::{Other, Token};
-use drover_store::replica::{Named, Point, PointImage, Replica};
+use drover_store::replica::{Named, Offer, Replica, in_other_rounds};
+use drover_store::{Catalog, ImageRecord};
+use drover_teleport::Unfinished;
 
 use super::in_domain::InDomain;
 use super::machines::has_changes;
@@ -17,11 +18,20 @@ use super::moves::OfMachines;
 use super::server::OfSite;
 use crate::audit::{Event, Record};
 use crate::changes::crash;
-use crate::error::failed;
+use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
 use crate::mounts::was_changed;
-use crate::replicas::{FailOver, FailedOver, ForgetReplica, SILENCE_MS, now_ms};
+use crate::replicas::{FailOver, FailedOver, ForgetReplica, now_ms};
 use crate::text::moment;
+
+/// Whether an image is one that a round of this replica has brought: its source's, or given to this site by a failover that
+/// did not come to its end.
+fn is_of_round(image: &ImageRecord, of: &Replica) -> bool {
+    match image.owner {
+        Some(owner) => owner.0 == of.from.key,
+        None => !image.from.is_empty(),
+    }
+}
 
 /// Upper bound on the replicas that a domain keeps of a peer.
 const MAX_REPLICAS: usize = 256;
@@ -74,6 +84,10 @@ impl OfSite {
         match known.failed_over_ms {
             None => Ok(()),
             Some(at) => {
+                // What a round has brought that was under way then is of no use.
+                if let Err(e) = self.clear_left(name, known.clone()) {
+                    tracing::warn!("{e}");
+                }
                 let at = moment((at / 1000).cast_signed());
                 let text = format!(
                     "{name} was failed over at {site} at {at}: what is here is the old copy; to replicate from here again, remove the replica there with `drover replicate --forget {name}`"
@@ -90,37 +104,39 @@ impl OfSite {
             name: peer.name.clone(),
         };
         let name = &ask.name;
-        let mut replica = match records.load(name)? {
+        let known = match records.load(name)? {
             Some(known) => {
                 self.check_source(peer, name, &known)?;
-                if (known.seed, known.is_machine) != (ask.seed, ask.is_machine) {
-                    let text = format!(
-                        "{0} keeps a replica of another machine or disk as {name}: use another name, or remove that there with `drover replicate --forget {name}`",
-                        self.server.name
-                    );
-                    return Err(Refusal::new(Code::Denied, text));
-                }
                 known
             }
             None if its(&records.all()?, peer) >= MAX_REPLICAS => {
                 let text = format!("{} keeps too many replicas of this peer", self.server.name);
                 return Err(Refusal::new(Code::Busy, text));
             }
-            None => Replica::new(ask.seed, from.clone(), ask.is_machine, 0),
+            None => Replica::new(ask.seed, from.clone(), ask.is_machine),
         };
-        replica.from = from;
-        replica.every_seconds = ask.every_seconds;
-        replica.heard_ms = now_ms();
-        let token = Token(drover_net::random_id());
-        let begun = replica.begin(name, ask.disks.clone(), token)?;
+        let known = Replica { from, ..known };
+        let offer = Offer {
+            seed: ask.seed,
+            is_machine: ask.is_machine,
+            devices: ask.disks.clone(),
+            every_seconds: ask.every_seconds,
+        };
+        let round = Token(drover_net::random_id());
+        let mut begun = known.begin(name, &offer, round, now_ms())?;
         let images = begun
             .under_way
             .iter()
             .flat_map(|round| round.images.clone());
         let images: Vec<ImageName> = images.collect();
-        for image in &images {
-            let known = self.domain.catalog.by_name(image).map_err(failed)?;
-            if known.is_some_and(|known| !known.may_be_changed_by(&peer.key, peer.rights)) {
+        // Only what a round has brought is replaced, now and in the next one.
+        let others = images.iter().filter_map(in_other_rounds);
+        for image in images.iter().cloned().chain(others) {
+            let there = self.domain.catalog.by_name(&image).map_err(failed)?;
+            let is_its = |there: &ImageRecord| {
+                known.has(&image) || known.receives(&image) && is_of_round(there, &known)
+            };
+            if there.is_some_and(|there| !is_its(&there)) {
                 let text = format!(
                     "{} has another image called {image}: use another name for the replica, or remove that image there",
                     self.server.name
@@ -128,83 +144,95 @@ impl OfSite {
                 return Err(Refusal::new(Code::Denied, text));
             }
         }
+        self.clear(&mut begun)?;
         records.store(name, &begun)?;
-        let round = token;
         Ok(Begun { round, images })
     }
 
     fn complete_round(&self, peer: &Peer, ask: &CompleteRound) -> Result<(), Refusal> {
-        let records = self.domain.home.replicas();
         let known = self.replica_of(peer, &ask.name)?;
-        if known
-            .point
-            .as_ref()
-            .is_some_and(|point| point.round == ask.round)
-        {
+        let delivered = |name: &ImageName, digest: &Digest| self.delivered(&known, name, digest);
+        let complete = known.complete(ask.round, &ask.digests, ask.age_ms, now_ms(), delivered)?;
+        let Some(complete) = complete else {
             return Ok(());
-        }
-        let round = known.under_way.as_ref();
-        let round = round
-            .filter(|round| round.token == ask.round && round.images.len() == ask.digests.len());
-        let none = || Refusal::new(Code::OutOfOrder, "that round is not under way");
-        let round = round.ok_or_else(none)?;
-        let mut images = Vec::new();
-        let devices = round.images.iter().zip(&round.devices);
-        for ((name, device), digest) in devices.zip(&ask.digests) {
-            let image = self.domain.catalog.by_name(name).map_err(failed)?;
-            let image = image.filter(|image| image.digest == *digest);
-            let image = image.filter(|image| image.may_be_changed_by(&peer.key, peer.rights));
-            let image = image.ok_or_else(|| {
-                let text = format!("{name} is not what the round has brought");
-                Refusal::new(Code::Failed, text)
-            })?;
-            let leased = self.domain.devices.leased(name).map_err(failed)?;
-            let is_leased = leased.is_some_and(|leased| leased.holder.is_some());
-            if is_leased || has_changes(&self.domain, name) {
-                let text = format!("{name} was written here since it was delivered");
-                return Err(Refusal::new(Code::Failed, text));
-            }
-            images.push(PointImage {
-                name: name.clone(),
-                device: device.clone(),
-                digest: *digest,
-                size: image.virtual_bytes,
-            });
-        }
-        let now = now_ms();
-        let point = Point {
-            round: ask.round,
-            moment_ms: now.saturating_sub(ask.age_ms),
-            images,
         };
-        let mut complete = known.complete(point).ok_or_else(none)?;
-        complete.heard_ms = now;
         // From here on it is the replica.
-        records.store(&ask.name, &complete)?;
+        self.domain.home.replicas().store(&ask.name, &complete)?;
         crash("replica-completed");
-        let before = known.point.iter().flat_map(|point| &point.images);
-        self.remove_all(
-            before
-                .map(|image| &image.name)
-                .filter(|name| !complete.has(name)),
-        );
+        if let Err(e) = self.clear_left(&ask.name, complete) {
+            tracing::warn!("{e}");
+        }
         Ok(())
     }
 
-    /// Removes images of rounds that are of no use any more. What stays is replaced by a later round.
-    fn remove_all<'a>(&self, images: impl Iterator<Item = &'a ImageName>) {
-        for name in images {
-            let remove = || -> Result<(), Refusal> {
-                let Some(record) = self.domain.catalog.by_name(name).map_err(failed)? else {
-                    return Ok(());
-                };
-                let removed = CleanUp::of(&self.domain.home)
-                    .run(|| Ok(self.domain.site.remove_this(&record)?));
-                removed.map_err(failed)
-            };
-            if let Err(e) = remove() {
-                tracing::warn!(image = %name, "of a former state of a replica, it was not removed: {e}");
+    /// Bytes of the disk of an image of a round, which must have been delivered by its source, and be as it was delivered.
+    fn delivered(
+        &self,
+        known: &Replica,
+        name: &ImageName,
+        digest: &Digest,
+    ) -> Result<u64, Refusal> {
+        let image = self.domain.catalog.by_name(name).map_err(failed)?;
+        let image = image.filter(|image| image.digest == *digest && is_of_round(image, known));
+        let image = image.ok_or_else(|| {
+            let text = format!("{name} is not what the round has brought");
+            Refusal::new(Code::Failed, text)
+        })?;
+        let leased = self.domain.devices.leased(name).map_err(failed)?;
+        let is_leased = leased.is_some_and(|leased| leased.holder.is_some());
+        if is_leased || has_changes(&self.domain, name) {
+            let text = format!("{name} was written here since it was delivered");
+            return Err(Refusal::new(Code::Failed, text));
+        }
+        Ok(image.virtual_bytes)
+    }
+
+    /// Removes what earlier rounds have left, and records it.
+    fn clear_left(&self, name: &ImageName, mut of: Replica) -> Result<(), Refusal> {
+        let before = of.left.len();
+        self.clear(&mut of)?;
+        match of.left.len() < before {
+            true => self.domain.home.replicas().store(name, &of),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes what earlier rounds have left: images, and what has arrived of some. What cannot be removed now stays listed.
+    fn clear(&self, of: &mut Replica) -> Result<(), Refusal> {
+        if of.left.is_empty() {
+            return Ok(());
+        }
+        let unfinished = self
+            .domain
+            .site
+            .unfinished()
+            .map_err(|e| refusal_of(e.into()))?;
+        let left = std::mem::take(&mut of.left);
+        for name in left {
+            if let Err(e) = self.remove_of_round(&name, of, &unfinished) {
+                tracing::warn!(image = %name, "left by a round of a replica, it was not removed: {e}");
+                of.left.push(name);
             }
+        }
+        Ok(())
+    }
+
+    fn remove_of_round(
+        &self,
+        name: &ImageName,
+        of: &Replica,
+        unfinished: &[Unfinished],
+    ) -> Result<(), Error> {
+        let site = &self.domain.site;
+        let mut room = CleanUp::of(&self.domain.home);
+        for part in unfinished {
+            if part.name == name.as_str() && part.sender.0 == of.from.key {
+                room.run(|| Ok(site.remove_transfer(&part.key)?))?;
+            }
+        }
+        match self.domain.catalog.by_name(name)? {
+            Some(image) if is_of_round(&image, of) => room.run(|| Ok(site.remove_this(&image)?)),
+            _ => Ok(()),
         }
     }
 
@@ -252,7 +280,6 @@ impl OfSite {
                 return Err(Refusal::new(Code::Corrupt, text));
             }
         }
-        let is_heard = is_new && known.was_heard(now, SILENCE_MS);
         let mut answer = FailedOver {
             from: known.from.name.clone(),
             moment_ms: point.moment_ms,
@@ -263,32 +290,40 @@ impl OfSite {
                 .map(|image| image.name.to_string())
                 .collect(),
             heard_ms: known.heard_ms,
-            is_heard,
+            under_way: known.under_way.is_some(),
             starts: false,
             not_started: None,
         };
         if ask.dry_run {
             return Ok((answer, known));
         }
-        if is_heard && !ask.force {
+        // Silence does not say that it has ended: it may not be reached, or make a round once a day.
+        if is_new && !ask.force {
             let text = format!(
-                "{} was heard {} s ago: it may still run {name}",
+                "{} may still run {name}: it was heard {} s ago",
                 known.from.name,
                 now.saturating_sub(known.heard_ms) / 1000
             );
             return Err(Refusal::new(Code::Held, text));
         }
         let over = known.fail_over(now);
-        // First: once it has taken over, its source must not be able to remove or replace them.
-        for image in point.images.iter().filter(|_| is_new) {
-            self.domain.site.give(&image.name, None).map_err(failed)?;
-        }
-        // From here on no round is accepted.
-        records.store(name, &over)?;
+        // Also on a disk that a round has filled.
+        let mut room = CleanUp::of(&self.domain.home);
+        let taken = room.run(|| {
+            // First: once it has taken over, its source must not be able to remove or replace them.
+            for image in point.images.iter().filter(|_| is_new) {
+                self.domain.site.give(&image.name, None)?;
+            }
+            // From here on no round is accepted.
+            records.store(name, &over).map_err(Error::Refused)
+        });
+        taken.map_err(refusal_of)?;
         crash("replica-failed-over");
         answer.failed_over_ms = over.failed_over_ms;
-        let rest = known.under_way.iter().flat_map(|round| &round.images);
-        self.remove_all(rest);
+        // It stays listed: a round that is under way may bring more.
+        if let Err(e) = self.clear(&mut over.clone()) {
+            tracing::warn!("{e}");
+        }
         if is_new {
             let record = Record::new(Event::ReplicaFailedOver)
                 .about(&known.from.name, drover_net::PeerKey(known.from.key))
@@ -307,8 +342,10 @@ impl OfSite {
         let records = self.domain.home.replicas();
         // One that is damaged says nothing of its images.
         if let Ok(Some(known)) = records.load(name) {
-            let rest = known.under_way.iter().flat_map(|round| &round.images);
-            self.remove_all(rest);
+            let mut over = known.fail_over(0);
+            if let Err(e) = self.clear(&mut over) {
+                tracing::warn!("{e}");
+            }
             let record = Record::new(Event::ReplicaForgotten)
                 .about(&known.from.name, drover_net::PeerKey(known.from.key))
                 .in_domain(self.domain.home.domain_name())
@@ -397,11 +434,13 @@ impl Handler<FailOver> for OfMachines {
         let over = site.with_replicas(move |site| site.fail_over(&order));
         let (mut answer, replica) = over.await?;
         let is_startable = replica.is_machine && machines.is_startable(&ask.name, &peer.domain);
-        answer.starts = ask.start && is_startable;
-        if answer.starts && !ask.dry_run {
-            // It has taken over, whatever becomes of that.
-            let booted = machines.boot(&ask.name, &replica).await;
-            answer.not_started = booted.err().map(|refusal| refusal.message);
+        if ask.start && is_startable {
+            // By now it has taken over, whatever becomes of that.
+            let boots = match ask.dry_run {
+                true => machines.may_boot(&ask.name, &replica),
+                false => machines.boot(&ask.name, &replica).await,
+            };
+            answer.not_started = boots.err().map(|refusal| refusal.message);
             answer.starts = answer.not_started.is_none();
         }
         Ok(answer)

@@ -116,8 +116,8 @@ impl fmt::Display for Replicated {
 ///
 /// Its disks become images of this site that can be mounted for writing or exported, as of the newest complete state; if config.toml
 /// says how the machine is started, it is started with them. No later round of the
-/// source is accepted. The source is not stopped: if it still runs there are two machines, which only you can know, so that one
-/// that was heard in the last interval is only failed over when you confirm it.
+/// source is accepted. The source is not stopped: if it still runs there are two machines. This site cannot know that, however long
+/// it has not heard of it: you are asked, and told when that was.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -139,7 +139,7 @@ pub struct FailoverArgs {
     /// Do not start the machine, even if config.toml says how
     #[arg(long)]
     pub no_start: bool,
-    /// Do not ask, even if its source may still run
+    /// Do not ask: you know that its source does not run any more
     #[arg(short, long)]
     pub yes: bool,
     /// Print the result as JSON

@@ -143,6 +143,20 @@ pub fn list(home: &Home, json: bool) -> Result<()> {
     out::line(&out::table(&heading, rows, &[4, 5, 6, 7]))
 }
 
+/// What is known of the source of a replica.
+pub fn heard(name: &ImageName, done: &FailedOver) -> String {
+    let what = match done.under_way {
+        true => "began a round, which is not complete,",
+        false => "was heard",
+    };
+    let ago = now_ms().saturating_sub(done.heard_ms) / 1000;
+    let from = clean(&done.from);
+    format!(
+        "{from} {what} {} ago, and may still run {name}.",
+        seconds(ago)
+    )
+}
+
 /// Shows what a failover has done, or would do.
 ///
 /// # Errors
@@ -181,12 +195,11 @@ pub fn failover(name: &ImageName, done: &FailedOver, json: bool) -> Result<()> {
                 seconds(age)
             );
             out::line(&lost)?;
-            if done.is_heard {
-                let ago = now_ms().saturating_sub(done.heard_ms) / 1000;
+            out::note(&format!("drover: {}", heard(name, done)));
+            if let Some(why) = &done.not_started {
                 out::note(&format!(
-                    "drover: {} was heard {} ago, and may still run it",
-                    clean(&done.from),
-                    seconds(ago)
+                    "drover: {name} would not be started: {}",
+                    clean(why)
                 ));
             }
             Ok(())

@@ -41,7 +41,7 @@ impl Small {
     }
 
     /// Fills the file system completely.
-    fn fill(&self) {
+    pub fn fill(&self) {
         let junk = File::options()
             .create(true)
             .append(true)

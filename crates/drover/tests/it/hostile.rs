@@ -6,6 +6,7 @@ mod domains;
 mod matching;
 mod ownership;
 mod quota;
+mod replicas;
 mod revoked;
 mod rights;
 mod sharing;

@@ -32,6 +32,11 @@ impl DeviceDisk {
         }
     }
 
+    /// Where the next state keeps what is overwritten.
+    pub(super) fn keep_aside_in(&mut self, scratch: PathBuf) {
+        self.scratch = scratch;
+    }
+
     /// Holds the state of now, to be sent as an image of this name.
     pub(super) async fn hold(&mut self, name: &ImageName) -> Result<Held, MigrateError> {
         let (movable, scratch) = (Arc::clone(&self.movable), self.scratch.clone());

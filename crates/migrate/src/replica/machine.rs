@@ -47,6 +47,11 @@ impl MachineDisks {
         }
     }
 
+    /// Where the next state keeps what is overwritten.
+    pub(super) fn keep_aside_in(&mut self, scratch: PathBuf) {
+        self.scratch = scratch;
+    }
+
     /// Looks at the disks that the machine has now; their devices.
     pub(super) async fn look(&mut self) -> Result<Vec<String>, MigrateError> {
         if self.rounds.is_none() {

@@ -24,47 +24,59 @@ impl SiteMachines {
         config.is_ok_and(|config| config.domain == domain && !config.start.is_empty())
     }
 
+    /// Whether the machine of a replica could be this site's now, and be booted.
+    ///
+    /// # Errors
+    /// When there is another machine of that name.
+    pub fn may_boot(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
+        self.booted(name, of).map(drop)
+    }
+
+    /// The record of the machine of a replica when it is this site's.
+    fn booted(&self, name: &ImageName, of: &Replica) -> Result<MachineRecord, Refusal> {
+        let images = of.point.iter().flat_map(|point| &point.images);
+        let disks: Vec<_> = images.map(|image| image.name.clone()).collect();
+        let held = |text: String| Err(Refusal::new(Code::Held, text));
+        match self.machines.load(name)? {
+            Some(known) if known.under_way.is_some() => {
+                held(format!("a machine called {name} is being moved"))
+            }
+            Some(known) if known.owner == Owner::Here && known.disks == disks => Ok(known),
+            Some(known) if known.owner == Owner::Here => {
+                held(format!("another machine called {name} is here already"))
+            }
+            Some(known) if !is_same(&known, of) => held(format!(
+                "another machine called {name} was here before, and has moved to another site: start this one from its disks"
+            )),
+            // It was here before, and its replica has come back.
+            Some(mut known) => {
+                known.generation = known.generation.next();
+                known.owner = Owner::Here;
+                known.disks = disks;
+                Ok(known)
+            }
+            None => {
+                let mut new = MachineRecord::new(of.seed, disks);
+                // Its disks are served after a restart of the site, too.
+                new.generation = Generation(1);
+                Ok(new)
+            }
+        }
+    }
+
     /// The machine of a replica that has taken over is this site's: serves its disks, and boots it. Done again, it does what is
     /// left to do.
     ///
     /// # Errors
     /// When there is another machine of that name, or it cannot be started.
     pub async fn boot(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
-        let images = of.point.iter().flat_map(|point| &point.images);
-        let (disks, devices): (Vec<_>, Vec<_>) = images
-            .map(|image| (image.name.clone(), image.device.as_str()))
-            .unzip();
-        let held = |text: String| Err(Refusal::new(Code::Held, text));
         let Some(_lock) = self.machines.lock(name).map_err(failed)? else {
-            return held(format!("another process moves {name}"));
+            let text = format!("another process moves {name}");
+            return Err(Refusal::new(Code::Held, text));
         };
-        let record = match self.machines.load(name)? {
-            Some(known) if known.under_way.is_some() => {
-                return held(format!("a machine called {name} is being moved"));
-            }
-            Some(known) if known.owner == Owner::Here && known.disks == disks => known,
-            Some(known) if known.owner == Owner::Here => {
-                return held(format!("another machine called {name} is here already"));
-            }
-            Some(known) if !is_same(&known, of) => {
-                return held(format!(
-                    "another machine called {name} was here before, and has moved to another site: start this one from its disks"
-                ));
-            }
-            // It was here before, and its replica has come back.
-            Some(mut known) => {
-                known.generation = known.generation.next();
-                known.owner = Owner::Here;
-                known.disks = disks;
-                known
-            }
-            None => {
-                let mut new = MachineRecord::new(of.seed, disks);
-                // Its disks are served after a restart of the site, too.
-                new.generation = Generation(1);
-                new
-            }
-        };
+        let record = self.booted(name, of)?;
+        let images = of.point.iter().flat_map(|point| &point.images);
+        let devices: Vec<_> = images.map(|image| image.device.as_str()).collect();
         self.machines.store(name, &record)?;
         let served = self.open_disks(name, &record).await?;
         let place = self.hypervisor(name)?;

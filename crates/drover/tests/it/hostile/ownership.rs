@@ -26,7 +26,7 @@ pub fn sent(world: &World, home: &str, name: &str, seed: u64) -> std::path::Path
 }
 
 /// Sends part of an image, and stops.
-fn stopped(world: &World, home: &str, name: &str) {
+pub fn stopped(world: &World, home: &str, name: &str) {
     world.image(name, 1, 10_240);
     let mut child = world
         .drover(home, &["send", name, "far", "--limit", "6M"])
@@ -358,7 +358,7 @@ fn no_request_of_a_peer_is_about_another_domain() {
 }
 
 /// A client with the key of a home.
-fn peer_of(world: &World, home: &str) -> Client {
+pub fn peer_of(world: &World, home: &str) -> Client {
     let ticket = world.run("far", &["ticket"]).ok().out;
     let home = drover_agent::home::Home::existing(world.path(home)).unwrap();
     Client {

@@ -165,8 +165,8 @@ async fn a_replica_is_of_one_moment_and_takes_over() {
         .ok()
         .json();
     assert_eq!(
-        (&dry[0]["is_heard"], &dry[0]["event"]),
-        (&true.into(), &"would-fail-over".into())
+        (&dry[0]["under_way"], &dry[0]["event"]),
+        (&false.into(), &"would-fail-over".into())
     );
     world.run("far", &["failover", "web"]).fails(2, &["--yes"]);
     let last = here.said("beat").unwrap();

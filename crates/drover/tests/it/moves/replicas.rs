@@ -172,7 +172,7 @@ fn a_source_cannot_remove_what_took_over() {
     sites.serve_again("far", &[]);
     assert!(replicating.fails().contains("web was failed over"));
     let world = &sites.world;
-    let image = "web.a.raw";
+    let image = "web-0.a.raw";
     let done = world.run("far", &failover).ok().json();
     assert_eq!(done[0]["images"][0], image);
     newest(&world.delivered("far", image));
@@ -182,6 +182,28 @@ fn a_source_cannot_remove_what_took_over() {
     let remove = ["rm", &format!("far:{image}"), "--yes"];
     world.run("near", &remove).fails(3, &[image]);
     newest(&world.delivered("far", image));
+    program.stop();
+    sites.unmount("near");
+}
+
+#[test]
+fn what_a_later_command_says_holds_for_a_disk() {
+    let sites = Sites::new();
+    let world = &sites.world;
+    let program = sites.program("near", 0);
+    until("there is data everywhere", || program.last() > SLOTS);
+    let wire_bytes = |options: &[&str]| {
+        let mut replicating = begin(&sites, &[&["--once"], options].concat());
+        let done = round(&mut replicating);
+        assert_eq!(wait(&mut replicating.process), Some(0));
+        done["wire_bytes"].as_u64().unwrap()
+    };
+    // Its records are nothing but zeros and a number.
+    let plain = wire_bytes(&["--compress", "none"]);
+    assert!(plain > SLOTS * SLOT, "{plain}");
+    let scratch = world.path("scratch");
+    wire_bytes(&["--scratch", scratch.to_str().unwrap()]);
+    assert!(scratch.exists());
     program.stop();
     sites.unmount("near");
 }
