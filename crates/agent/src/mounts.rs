@@ -11,7 +11,7 @@
 //!   `leftovers`: cleanup of the system after a dead daemon.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
-//! - `leases`, `in_use`: leases of this site's images.
+//! - `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
 
 mod connector;
 mod control;
@@ -23,6 +23,7 @@ mod front;
 mod in_use;
 mod kernel;
 mod known;
+mod lease;
 mod leases;
 mod left;
 mod leftovers;
@@ -31,6 +32,7 @@ mod moving;
 mod record;
 mod replicating;
 mod site_images;
+mod standby;
 mod start;
 mod status;
 mod target;
@@ -42,7 +44,7 @@ use crate::home::Home;
 use crate::notice::notice;
 
 use control::GetStatus;
-pub use control::{Progress, StopHow};
+pub use control::{HandTo, Progress, StopHow};
 pub use daemon::run_daemon;
 pub use end::{end, find};
 pub use in_use::{leased_on_disk, why_held};

@@ -38,7 +38,7 @@ mod table;
 mod wait;
 mod write;
 
-pub use cache::CacheContents;
+pub use cache::{CacheContents, drop_chunks};
 pub use error::SyncedError;
 pub use handles::{Progress, PullHandle, PushHandle, Pushing};
 pub use options::{Hooks, Sync, SyncedOptions};

@@ -148,7 +148,10 @@ async fn begin(
     };
     let images = options.in_domain(images)?;
     let how = options.of(&images)?;
-    let bar = Bar::new("waiting", json || how.wait_local.is_none());
+    let bar = match how.standby {
+        true => Bar::new("standing by", json),
+        false => Bar::new("waiting", json || how.wait_local.is_none()),
+    };
     let waiting = move |local, wanted| bar.at(local, wanted);
     Ok(mounts::begin(home, images, front, how, by, waiting, ready).await?)
 }
@@ -180,6 +183,12 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
             let home = home.domain(&of.domain)?;
             leases::break_lease(&home, &name, yes, json || args.json).await
         }
+        Some(MountsAction::HandOver {
+            what,
+            peer,
+            lazy,
+            json,
+        }) => unmount::hand_over(home, &what, peer.as_deref(), lazy, json || args.json).await,
         None if args.metrics => {
             let text = of_mounts(all(home, ANSWER_LIMIT).await?);
             out::line(text.trim_end())

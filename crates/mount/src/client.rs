@@ -133,6 +133,11 @@ impl Client {
         self.inner.opened.fresh
     }
 
+    /// Says which epoch the cache of a mount that stands by agrees with, before anything is read.
+    pub fn agree(&self, epoch: Epoch) {
+        self.inner.committed.store(epoch.0, Ordering::Release);
+    }
+
     /// Whether the site was reached at the start; otherwise [`Client::opened`] is the earlier knowledge.
     #[must_use]
     pub fn was_reached(&self) -> bool {

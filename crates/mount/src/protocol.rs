@@ -35,12 +35,14 @@
 mod message;
 mod refusal;
 
+use std::ops::Range;
 use std::time::Duration;
 
 use drover_core::{Capabilities, Digest, ImageName};
 use drover_device::remote::Shape;
-use drover_net::{Code, KeepAlive, Refusal, request};
-use drover_store::lease::{Access, Identity, MAX_TERM, MountId};
+use drover_net::{Code, KeepAlive, PeerKey, Refusal, request};
+use drover_store::generations::{Comparison, Summary};
+use drover_store::lease::{Access, HandOverToken, Identity, MAX_TERM, MountId};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
@@ -135,7 +137,7 @@ pub struct Open {
     pub link: u64,
     /// The image to open.
     pub image: ImageName,
-    /// Read-only or writable.
+    /// Read-only, writable, or beside a writer in order to take over.
     pub access: Access,
     /// Chunk size in bytes: a power of two from [`MIN_CHUNK`] to [`MAX_CHUNK`].
     pub chunk: u32,
@@ -149,6 +151,61 @@ pub struct Open {
 }
 
 request!(Open: "mount.open", Read, () => Opened);
+
+/// A mount that stands by, or holds the write lease, asks how things stand.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookAtLease {
+    /// The image.
+    pub image: ImageName,
+    /// The mount.
+    pub mount: MountId,
+    /// Whether to end the image's generation, and to tell what was written in which: once before anything is read, and once
+    /// when the lease was handed over.
+    pub point: bool,
+}
+
+request!(LookAtLease: "mount.lease", Write, () => LeaseSeen);
+
+/// The reply to [`LookAtLease`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseSeen {
+    /// Whether the mount holds the write lease.
+    pub held: bool,
+    /// The image's state, or an earlier one: with `point`, that of the point or one before.
+    pub identity: Identity,
+    /// With `point`: an encoded [`Summary`], unless generations are not recorded.
+    pub generations: Option<Vec<u8>>,
+}
+
+impl LeaseSeen {
+    /// The byte ranges that were written between the end of a point that was seen before and that of this one, or may have been;
+    /// none if that is not known.
+    #[must_use]
+    pub fn written_since(&self, before: &Summary) -> Option<Vec<Range<u64>>> {
+        let now = Summary::decode(self.generations.as_deref()?).ok()?;
+        match now.compare(before) {
+            Comparison::Newer { ranges, .. } => Some(ranges),
+            _ => None,
+        }
+    }
+}
+
+/// The holder of a write lease hands it over to a mount that stands by. It has pushed and flushed all that it has written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HandOverLease {
+    /// The image.
+    pub image: ImageName,
+    /// The mount that holds it.
+    pub mount: MountId,
+    /// Names this hand-over: the same request again has the same outcome.
+    pub token: HandOverToken,
+    /// The site that gets it; none for the only one that stands by.
+    pub to: Option<PeerKey>,
+    /// Otherwise only checked.
+    pub commit: bool,
+}
+
+request!(HandOverLease: "mount.hand-over", Write, () => String);
 
 impl Open {
     /// Validates the values.

@@ -8,6 +8,7 @@ mod changes;
 mod connection;
 mod counters;
 mod generations;
+mod hand_over;
 mod image;
 mod leases;
 mod open_images;
@@ -332,7 +333,7 @@ impl Server {
             }
             let image = connection.image.clone();
             match open.access {
-                Access::ReadOnly => Ok(()),
+                Access::ReadOnly | Access::Standby => Ok(()),
                 Access::ReadWrite => blocking(move || image.begin_link()).await,
             }
         });
@@ -349,7 +350,7 @@ impl Server {
             chunk: shape.chunk,
             identity,
             fresh,
-            read_only: open.access == Access::ReadOnly,
+            read_only: open.access != Access::ReadWrite,
             direct: connection.image.device().capabilities().into(),
             term,
         };
@@ -389,14 +390,14 @@ impl Server {
         blocking(move || images.allow(&name, &peer, access)).await
     }
 
-    /// The term of the write lease that a mount gets.
+    /// The term of the write lease that a mount gets, now or when it is handed over.
     fn term(&self, open: &Open) -> Option<u64> {
         let max = self.config.max_term.map(|max| max.as_secs().max(1));
         let term = match (open.term, max) {
             (Some(term), Some(max)) => Some(term.min(max)),
             (term, max) => term.or(max),
         };
-        term.filter(|_| open.access == Access::ReadWrite)
+        term.filter(|_| open.access != Access::ReadOnly)
     }
 
     /// Admits a mount to an image; the lease of another that is gone for too long does not keep it out.
@@ -429,7 +430,7 @@ impl Server {
             // It counts as gone until it joins, which may be long after it was admitted.
             let granted = || match access {
                 Access::ReadWrite => server.config.absences.left(key, Instant::now()),
-                Access::ReadOnly => {}
+                Access::ReadOnly | Access::Standby => {}
             };
             let connected = |key: &(PeerKey, MountId)| server.state.lock().mounts.contains_key(key);
             image.enter(&who, access, expected, now, &connected, &granted)
@@ -583,6 +584,7 @@ impl Server {
                 connection.key,
                 self.started.elapsed(),
             );
+            let link = connection.link;
             let closed = Happened::Closed {
                 peer: mount.peer,
                 access: mount.access,
@@ -592,6 +594,7 @@ impl Server {
             let absences = Arc::clone(&self.config.absences);
             let left = blocking(move || {
                 image.left(key.0, key.1, now);
+                image.end_standby(key.0, key.1, link);
                 if !image.is_held_by(key.0, key.1) {
                     absences.forget(&key);
                 }
@@ -619,7 +622,7 @@ impl Server {
         let state = self.state.lock();
         for mount in state.mounts.values() {
             match mount.access {
-                Access::ReadOnly => now.readers += 1,
+                Access::ReadOnly | Access::Standby => now.readers += 1,
                 Access::ReadWrite => now.writers += 1,
             }
             now.connections += mount.connections.len() as u64;

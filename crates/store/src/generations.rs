@@ -385,6 +385,39 @@ impl Generations {
         Ok(self.state.lock().line.generation())
     }
 
+    /// What the disk is now can be copied: ends the generation, if anything was written in it, and returns the map as of its end.
+    /// None if the map is not believed, or could not be kept. Waits for changes that are being made; durable when it returns.
+    ///
+    /// # Errors
+    /// As [`Generations::track`].
+    pub fn point(&self) -> Result<Option<Summary>, GenerationsError> {
+        let mut gate = self.gate.write();
+        if matches!(*gate, Gate::Frozen) {
+            return Err(GenerationsError::Frozen);
+        }
+        let mut state = self.state.lock();
+        let is_known = |state: &State| state.believed && !self.lost.load(Ordering::Acquire);
+        if !is_known(&state) {
+            return Ok(None);
+        }
+        if let Some(over) = state
+            .line
+            .summary(&|chunk| self.has_written(chunk))
+            .at_end()
+        {
+            return Ok(Some(over));
+        }
+        self.settle(&mut gate, &mut state, |line| vec![line.next()])?;
+        Ok(is_known(&state)
+            .then(|| {
+                state
+                    .line
+                    .summary(&|chunk| self.has_written(chunk))
+                    .at_end()
+            })
+            .flatten())
+    }
+
     /// Freezes the disk, which has these contents, durably: nothing is written until it is thawed, and its generation is over.
     /// Waits for changes that are being made.
     ///

@@ -1,4 +1,5 @@
-//! Leases of images: at most one writer, or any number of readers.
+//! Leases of images: at most one writer, or any number of readers; beside either, mounts that stand by to take the writer's
+//! lease over.
 //!
 //! A write lease survives a lost connection and restarts of the mount and of the site, because dirty data that is not
 //! yet pushed would be lost with it. It ends when the mount is closed, or when the site's owner breaks it. One with a term
@@ -6,10 +7,11 @@
 //! the reader is connected.
 
 mod file;
+mod hand_over;
 mod record;
 
 use record::{Broken, Record};
-pub use record::{Holder, Loss, MountId};
+pub use record::{HandOverToken, Holder, Loss, MountId};
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -26,6 +28,8 @@ pub enum Access {
     ReadOnly,
     /// Read and write; exclusive.
     ReadWrite,
+    /// Read beside a writer, in order to take over its lease ([`LeaseTable::hand_over`]); shared with all others.
+    Standby,
 }
 
 /// Identifies the state of an image's device. A cache is valid for one such state.
@@ -64,6 +68,18 @@ impl Holder {
 }
 
 impl Record {
+    /// Its holder is told of it when it returns.
+    fn lose(&mut self, holder: &Holder, how: Loss) {
+        self.broken.push(Broken {
+            peer: holder.peer,
+            mount: holder.mount,
+            how,
+        });
+        if self.broken.len() > MAX_BROKEN {
+            self.broken.remove(0);
+        }
+    }
+
     /// State for an image that was written but has no other record: an edition beyond all earlier ones.
     fn unknown() -> Self {
         Self {
@@ -126,6 +142,8 @@ pub struct LeaseTable {
     directory: PathBuf,
     record: Record,
     readers: HashMap<(PeerKey, MountId), Reader>,
+    /// Mounts that are connected in order to take the write lease over.
+    standbys: HashMap<(PeerKey, MountId), Who>,
     /// Recently closed mounts, with their last link: a late connection of that link does not reopen them.
     closed: VecDeque<(PeerKey, MountId, u64)>,
 }
@@ -147,6 +165,7 @@ impl LeaseTable {
             image,
             directory,
             readers: HashMap::new(),
+            standbys: HashMap::new(),
             closed: VecDeque::new(),
         })
     }
@@ -245,6 +264,7 @@ impl LeaseTable {
                     false => Ok(()),
                 };
             }
+            _ if access == Access::Standby => return self.stand_by(who),
             Some(holder) => return Err(Refusal::new(Code::Held, held(image, holder))),
             None => {}
         }
@@ -252,6 +272,7 @@ impl LeaseTable {
         match access {
             Access::ReadOnly => self.read(who, now),
             Access::ReadWrite => self.write(who, now),
+            Access::Standby => self.stand_by(who),
         }
     }
 
@@ -315,6 +336,7 @@ impl LeaseTable {
         record.last = record.holder.clone();
         self.keep(record)?;
         self.readers.remove(&own);
+        self.standbys.remove(&own);
         Ok(())
     }
 
@@ -349,6 +371,15 @@ impl LeaseTable {
             return Err(Refusal::new(Code::Held, held(image, holder)));
         }
         self.forget_readers(now, connected);
+        self.standbys.retain(|key, _| connected(key));
+        if let Some(standby) = self.standbys.values().next() {
+            let text = format!(
+                "{} stands by for {}; unmount it there",
+                standby.description(),
+                self.image
+            );
+            return Err(Refusal::new(Code::Held, text));
+        }
         if self.readers.is_empty() {
             return Ok(());
         }
@@ -395,6 +426,7 @@ impl LeaseTable {
             self.closed.pop_front();
         }
         self.readers.remove(&(peer, mount));
+        self.end_standby(peer, mount, link);
         if !self.is_held_by(peer, mount) {
             return Ok(());
         }
@@ -419,14 +451,7 @@ impl LeaseTable {
         let Some(how) = how(&holder) else {
             return Ok(None);
         };
-        record.broken.push(Broken {
-            peer: holder.peer,
-            mount: holder.mount,
-            how: how.clone(),
-        });
-        if record.broken.len() > MAX_BROKEN {
-            record.broken.remove(0);
-        }
+        record.lose(&holder, how.clone());
         self.keep(record)?;
         Ok(Some((holder, how)))
     }
@@ -464,6 +489,12 @@ impl Loss {
                 moment(*at_unix),
                 term_text(*term)
             ),
+            Loss::HandedOver { at_unix, to, .. } => {
+                return format!(
+                    "the write lease of {image} was handed over to {to} at {}: unmount this one with --discard, since all that it had was pushed before",
+                    moment(*at_unix)
+                );
+            }
         };
         format!(
             "{lost}: data that was not pushed stays in this mount's cache; discard it to mount the image again"

@@ -43,6 +43,8 @@ pub enum Event {
     MountOpened,
     /// A mount was closed, or its connection was lost.
     MountClosed,
+    /// A write lease was handed over to another site's mount.
+    LeaseHandedOver,
     /// A write lease was broken.
     LeaseBroken,
     /// An image was shared with a peer.

@@ -8,6 +8,7 @@ use drover_net::service::{CallEvent, IncomingCall, OutgoingCall, Request, Servic
 use drover_net::{LocalListener, NetError, Peer, connect_unix, request};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::left::Left;
@@ -43,19 +44,30 @@ pub struct StopHow {
     pub keep_cache: bool,
     /// Detach the front end even while it is in use (lazy unmount).
     pub lazy: bool,
+    /// Hand the write lease over once everything is pushed.
+    pub hand_over: Option<HandTo>,
+}
+
+/// Who gets a write lease that is handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HandTo {
+    /// The only mount that stands by.
+    Any,
+    /// The one of the site with this key.
+    Site([u8; 32]),
 }
 request!(StopHow: "mount.end", Manage, Status => Left);
 
-/// Listens on `path` until the process exits; every client is served with the rights of `peer`.
+/// Listens on `path` until the process exits, or the task is aborted; every client is served with the rights of `peer`.
 ///
 /// # Errors
 /// When the socket cannot be created.
-pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
+pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<JoinHandle<()>> {
     let short = SocketPath::of(path)?;
     let listener = LocalListener::bind(short.path())?;
     let services = Arc::new(services);
     let places = Arc::new(Semaphore::new(MAX_CLIENTS));
-    tokio::spawn(async move {
+    Ok(tokio::spawn(async move {
         // Keeps the directory handle open through which the listener's path leads.
         let _short = short;
         // Never set: replies are always completed.
@@ -77,8 +89,7 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
                 }
             });
         }
-    });
-    Ok(())
+    }))
 }
 
 /// Sends a request to the process that listens on `path`, with the timeout `limit` between messages; calls

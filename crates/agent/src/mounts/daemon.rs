@@ -12,20 +12,21 @@ use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::control::{self, GetStatus, StopHow};
+use super::control::{self, GetStatus, HandTo, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::left::Left;
 use super::moving::{self, AbortMove, MoveDisk, Moving};
 use super::record::{Front, How, Kept, Place, Record, boot};
 use super::replicating::{Kept as Replicated, ReplicateDisk};
+use super::standby;
 use super::start::Ready;
 use super::status::{MountState, Status};
 use crate::error::{Context, Error, Result, bail, failed, one_line, refusal_of};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{self, Stop};
-use crate::text::{bytes, now_unix};
+use crate::text::{bytes, clean, now_unix};
 
 mod replicating;
 
@@ -78,6 +79,11 @@ pub async fn keep(
     let stop = Stop::on_signals()?;
     let mut stopped = stop.watch();
     let (ended, mut end) = oneshot::channel();
+    if record.how.standby {
+        standby::stand_by(home, &place, &mut record, &waiting, &mut stopped).await?;
+    } else {
+        standby::forget(&place)?;
+    }
     let disks = open_disks(home, &place, &record).await?;
     if let Some(percent) = record.how.wait_local
         && let Err(e) = wait_local(&disks, &record.how, percent, &mut stopped, waiting).await
@@ -128,7 +134,7 @@ pub async fn keep(
     let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
-        .and_then(|()| ready(&lines, &notes));
+        .and_then(|_listens| ready(&lines, &notes));
     if let Err(e) = announced {
         // The caller was not notified and cannot unmount it: shut down as on a signal.
         tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
@@ -467,6 +473,7 @@ impl Daemon {
     }
 
     fn end_once(&self, how: StopHow, limit: Option<Duration>) -> Result<Left> {
+        let to = how.hand_over.map(|to| self.may_hand_over(to)).transpose()?;
         // The front end first: nothing may be written once the last push has begun. It stays up when it is busy.
         let taken = self.shown.lock().take();
         if let Some(shown) = taken {
@@ -485,8 +492,11 @@ impl Daemon {
             },
             false => how,
         };
-        if !how.offline && !how.discard {
+        if !how.offline && !how.discard && !self.has_handed_over() {
             self.push_all(limit)?;
+        }
+        if let (Some(to), [disk]) = (how.hand_over, self.disks.as_slice()) {
+            disk.hand_over(to, true)?;
         }
         let flushed: Vec<_> = self.disks.iter().map(Disk::flush_local).collect();
         let left: u64 = self.disks.iter().map(Disk::dirty).sum();
@@ -502,7 +512,10 @@ impl Daemon {
                 tracing::warn!("{}: {e:#}", self.place.name());
             }
         }
-        let left = self.clear_away(how, left);
+        let mut left = self.clear_away(how, left);
+        if let Some(to) = to.filter(|to| !to.is_empty()) {
+            left.here = format!("its write lease was handed over to {}", clean(&to));
+        }
         let lost: Vec<_> = flushed.iter().filter_map(|f| f.as_ref().err()).collect();
         if lost.is_empty() {
             return Ok(left);
@@ -511,6 +524,21 @@ impl Daemon {
         let lost = lost.into_iter().map(|e| one_line(e)).chain(left.lines());
         let lost = lost.collect::<Vec<_>>().join("; ");
         bail!("{} is unmounted, but {lost}", self.place.name())
+    }
+
+    /// Checks, before anything happens, that the write lease can be handed over; returns to whom, if that is to come.
+    fn may_hand_over(&self, to: HandTo) -> Result<String> {
+        match self.disks.as_slice() {
+            [disk] => disk.hand_over(to, false),
+            _ => bail!(
+                "{} has several images: a lease is handed over alone",
+                self.place.name()
+            ),
+        }
+    }
+
+    fn has_handed_over(&self) -> bool {
+        self.disks.iter().any(Disk::was_handed_over)
     }
 
     /// Removes the devices, which are gone, from the record: their names may be reused, and a later cleanup must not

@@ -32,6 +32,12 @@ pub async fn end(
     how: StopHow,
     progress: Progress,
 ) -> Result<Left> {
+    if how.hand_over.is_some() {
+        bail!(
+            "the process of {} is gone: mount it again at the same place, then hand it over",
+            record.name
+        );
+    }
     let Some(_kept) = place.keep()? else {
         bail!("{} is served by a process again; try again", record.name);
     };

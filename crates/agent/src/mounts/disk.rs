@@ -22,6 +22,8 @@ use drover_store::lease::{Access, MountId, term_text};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
+use super::control::HandTo;
+use super::lease::Lease;
 use super::left::{Keeps, Unnotified};
 use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
@@ -36,7 +38,7 @@ use crate::site::find_peer;
 use crate::text::bytes;
 
 /// Timeout of the first connection to the other site.
-const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 /// The same when there is a cache, with which the mount can start offline.
 const OFFLINE_LIMIT: Duration = Duration::from_secs(3);
@@ -64,6 +66,8 @@ pub struct Disk {
     closed: AtomicBool,
     /// The link was permanently down ([`Link::Gone`]) before the disk was closed.
     gone: AtomicBool,
+    /// For calls about its lease.
+    lease: Option<Lease>,
 }
 
 enum Kind {
@@ -160,6 +164,7 @@ impl Disk {
                 (Arc::new(PeerConnector::new(home.identity()?, peer)), key)
             }
         };
+        let lease = Lease::new(&connector, image, mount_id(record, index))?;
         let access = match how.read_only {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
@@ -176,13 +181,19 @@ impl Disk {
             let client = Client::open(&Handle::current(), connector, options).await;
             let client = Arc::new(client.map_err(|e| unopened(e, image))?);
             let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build()?;
+            let lease = Some(lease);
             if !image.is_own() || how.read_only {
-                return Ok(Disk::new(image, mode, stack.device, Kind::Direct(client)));
+                let disk = Disk::new(image, mode, stack.device, Kind::Direct(client));
+                return Ok(Disk { lease, ..disk });
             }
             let (device, movable) = drover_migrate::track(stack.device);
             let disk = Disk::new(image, mode, device, Kind::Direct(client));
             let movable = Some(Arc::new(movable));
-            return Ok(Disk { movable, ..disk });
+            return Ok(Disk {
+                movable,
+                lease,
+                ..disk
+            });
         }
         options.give_up = how.give_up_after;
         let mut left = place.left(index)?;
@@ -263,7 +274,11 @@ impl Disk {
         })
         .await?;
         let (device, kind) = opened?;
-        Ok(Disk::new(image, mode, device, kind))
+        let lease = Some(lease);
+        Ok(Disk {
+            lease,
+            ..Disk::new(image, mode, device, kind)
+        })
     }
 
     fn new(image: &Target, mode: &'static str, device: Arc<dyn BlockDevice>, kind: Kind) -> Disk {
@@ -275,6 +290,7 @@ impl Disk {
             kind,
             closed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            lease: None,
         }
     }
 
@@ -292,6 +308,26 @@ impl Disk {
     /// The handle that moves it to another site, if it can move.
     pub fn movable(&self) -> Option<Arc<Movable>> {
         self.movable.clone()
+    }
+
+    /// Hands its write lease over to a mount that stands by, or checks that this is possible, see [`Lease::hand_over`]. It is
+    /// pushed by then.
+    ///
+    /// # Errors
+    /// When it stays, or it is not known whether it does.
+    pub fn hand_over(&self, to: HandTo, commit: bool) -> Result<String> {
+        match &self.lease {
+            Some(lease) if !self.device.capabilities().read_only => lease.hand_over(to, commit),
+            _ => bail!(
+                "{} has no write lease that could be handed over",
+                self.target
+            ),
+        }
+    }
+
+    /// Whether its write lease was handed over.
+    pub fn was_handed_over(&self) -> bool {
+        self.lease.as_ref().is_some_and(Lease::was_handed_over)
     }
 
     /// Whether it was handed over to another site: nothing is left to write here.
@@ -391,6 +427,7 @@ impl Disk {
     pub fn unnotified(&self) -> Option<Unnotified> {
         let keeps = match (self.client()?.was_released(), &self.gone) {
             (true, _) => return None,
+            _ if self.was_handed_over() => return None,
             (_, gone) if gone.load(Ordering::Acquire) => Keeps::Unknown,
             _ if self.device.capabilities().read_only => Keeps::Read,
             _ => Keeps::Write,
@@ -598,7 +635,7 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
 }
 
 /// The error for an image that cannot be opened, with the way out.
-fn unopened(error: MountError, image: &Target) -> Error {
+pub(super) fn unopened(error: MountError, image: &Target) -> Error {
     match error {
         MountError::Refused(refusal) if refusal.code == Code::NotFound => {
             Error::no_image(image.peer.as_deref(), &image.image)
@@ -615,7 +652,7 @@ fn unopened(error: MountError, image: &Target) -> Error {
 }
 
 /// Opens the cache of an image and starts prefetching.
-fn open_cache(
+pub(super) fn open_cache(
     client: &Arc<Client>,
     how: &How,
     cache: &Path,
@@ -691,7 +728,7 @@ fn write_order(pull: &PullHandle, path: &Path) -> Result<()> {
 }
 
 /// The identifier under which the mount leases the image at `index`.
-fn mount_id(record: &Record, index: usize) -> MountId {
+pub(super) fn mount_id(record: &Record, index: usize) -> MountId {
     let mut id = record.id;
     // Each image needs its own identifier, but not its own secret.
     id[15] ^= u8::try_from(index).unwrap_or(u8::MAX);
@@ -724,6 +761,8 @@ pub fn forget_if_empty(place: &Place, record: &Record, before: bool) {
     let Ok(Some(_kept)) = place.keep() else {
         return;
     };
+    // Of one that stood by, which may have got the lease meanwhile.
+    let before = before || place.standby().exists();
     match place.dirty(record.images.len()) {
         Ok(0) if !before => {
             if let Err(e) = place.remove() {

@@ -5,6 +5,7 @@
 //! mounts/NAME/control.sock  the daemon's control socket
 //! mounts/NAME/log           the daemon's log
 //! mounts/NAME/known         image metadata from the other site
+//! mounts/NAME/standby       of a mount that stands by: what was written when its cache began
 //! mounts/NAME/cache/        cached chunks, and dirty data
 //! ```
 
@@ -143,6 +144,9 @@ pub struct How {
     /// The share of each disk, in percent, that has to be here before the mount is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_local: Option<u8>,
+    /// It begins as one that stands by: the cache is filled beside the writer, and the mount begins when that hands its lease over.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub standby: bool,
     /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
@@ -286,6 +290,11 @@ impl Place {
             0 => self.dir.join("known"),
             n => self.dir.join(format!("known-{n}")),
         }
+    }
+
+    /// What the cache of a mount that stands by may be compared by; there as long as it does.
+    pub fn standby(&self) -> PathBuf {
+        self.dir.join("standby")
     }
 
     /// Dirty bytes in the mount's caches, according to their files. Only for mounts without a running daemon.

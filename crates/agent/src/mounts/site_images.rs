@@ -217,7 +217,7 @@ impl Images for SiteImages {
                 if !refusal.code.is_decision() || peer.rights.has(Right::Manage) {
                     return;
                 }
-                let writes = *access == Access::ReadWrite;
+                let writes = *access != Access::ReadOnly;
                 let lacks = writes && !peer.rights.has(Right::Write);
                 let right = Some(Right::Write).filter(|_| lacks);
                 let record = Record::refused(Open::SERVICE, refusal, right);
@@ -232,9 +232,17 @@ impl Images for SiteImages {
                 let record = Record::new(Event::MountClosed).by(peer).took(*time);
                 let record = record.detail(access_text(*access));
                 match access {
-                    Access::ReadOnly => record,
+                    Access::ReadOnly | Access::Standby => record,
                     Access::ReadWrite => record.bytes(*written),
                 }
+            }
+            Happened::HandedOver { from, to } => {
+                let record = Record::new(Event::LeaseHandedOver)
+                    .by(from)
+                    .about(&to.name, to.key)
+                    .in_domain(&self.domain)
+                    .image(name);
+                return self.audit.write(record);
             }
             Happened::LeaseBroken { holder, why } => {
                 let record = Record::new(Event::LeaseBroken)
@@ -268,6 +276,7 @@ fn access_text(access: Access) -> &'static str {
     match access {
         Access::ReadOnly => "read-only",
         Access::ReadWrite => "writing",
+        Access::Standby => "standing by",
     }
 }
 

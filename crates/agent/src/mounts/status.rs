@@ -30,6 +30,8 @@ pub enum MountState {
     /// It is served by its daemon.
     #[default]
     Up,
+    /// It fills its cache, and waits for the write lease.
+    Standby,
     /// It is being unmounted.
     Ending,
     /// Its daemon is gone; mounting again at the same place resumes it, unmounting removes it.

@@ -1,7 +1,8 @@
-//! Services for leases of this site's images: list, break.
+//! Services for leases of this site's images: list, break, look, hand over.
 
 use std::sync::Arc;
 
+use drover_mount::protocol::{HandOverLease, LeaseSeen, LookAtLease};
 use drover_mount::server::WhyBroken;
 use drover_net::Refusal;
 use drover_net::service::{Exchange, Handler, Peer};
@@ -32,5 +33,27 @@ impl Handler<BreakLease> for OfSite {
     ) -> Result<Broken, Refusal> {
         let broken = self.domain.break_lease(&name, WhyBroken::ByUser).await;
         broken.map_err(failed)
+    }
+}
+
+impl Handler<LookAtLease> for OfSite {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        ask: LookAtLease,
+        _: &mut Exchange<'_, LookAtLease>,
+    ) -> Result<LeaseSeen, Refusal> {
+        self.domain.devices.look_at_lease(peer, ask).await
+    }
+}
+
+impl Handler<HandOverLease> for OfSite {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        ask: HandOverLease,
+        _: &mut Exchange<'_, HandOverLease>,
+    ) -> Result<String, Refusal> {
+        self.domain.devices.hand_over(peer, ask).await
     }
 }

@@ -90,6 +90,8 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
+    services.handle::<drover_mount::protocol::LookAtLease>(site.clone());
+    services.handle::<drover_mount::protocol::HandOverLease>(site.clone());
     services.handle::<drover_migrate::replica::protocol::BeginRound>(site.clone());
     services.handle::<drover_migrate::replica::protocol::CompleteRound>(site.clone());
     services.handle::<drover_migrate::replica::protocol::TellPoint>(site.clone());

@@ -268,26 +268,7 @@ impl CacheContents {
             Err(error) => return Err(error.into()),
         };
         let _lock = exclusive(directory.as_ref())?;
-        let header = opened.header();
-        let file = directory.describe(MAP);
-        let image = match version_of(header) {
-            Some(VERSION) => {
-                let mut image = Digest::default();
-                image.0.copy_from_slice(&header[FORMER_HEADER..]);
-                Some(image)
-            }
-            Some(FORMER) => None,
-            Some(_) => return Err(SyncedError::Version { file }),
-            None => return Err(SyncedError::NotACache { file }),
-        };
-        let number = |range: std::ops::Range<usize>| {
-            let bytes = header[range].iter().rev();
-            bytes.fold(0u64, |number, byte| number << 8 | u64::from(*byte))
-        };
-        let shape = Shape {
-            chunk: number(12..16) as u32,
-            size: number(16..24),
-        };
+        let (image, shape) = parts(opened.header(), directory.describe(MAP))?;
         let geometry = Geometry::new(shape)?;
         let (log, _) = Log::replay(opened, geometry)?;
         let dirty = log
@@ -304,6 +285,88 @@ impl CacheContents {
             image,
         }))
     }
+}
+
+/// The image's digest, if it is recorded, and the device's shape.
+fn parts(header: &[u8], file: String) -> Result<(Option<Digest>, Shape), SyncedError> {
+    let image = match version_of(header) {
+        Some(VERSION) => {
+            let mut image = Digest::default();
+            image.0.copy_from_slice(&header[FORMER_HEADER..]);
+            Some(image)
+        }
+        Some(FORMER) => None,
+        Some(_) => return Err(SyncedError::Version { file }),
+        None => return Err(SyncedError::NotACache { file }),
+    };
+    let number = |range: std::ops::Range<usize>| {
+        let bytes = header[range].iter().rev();
+        bytes.fold(0u64, |number, byte| number << 8 | u64::from(*byte))
+    };
+    let shape = Shape {
+        chunk: number(12..16) as u32,
+        size: number(16..24),
+    };
+    Ok((image, shape))
+}
+
+fn io_of(directory: &dyn Directory) -> impl Fn(std::io::Error) -> SyncedError {
+    let file = directory.describe(DIGESTS);
+    move |source| SyncedError::Io {
+        doing: "change",
+        file: file.clone(),
+        source,
+    }
+}
+
+/// Drops the chunks with any of these byte ranges, in order, from the cache in `directory`, which is not open and has nothing to
+/// push: all others agree with the remote at `epoch`. Durable when it returns; a crash leaves the cache as it was or without
+/// some of these chunks. Does nothing without a cache.
+///
+/// # Errors
+/// [`SyncedError`]: [`SyncedError::Conflict`] if it has something to push.
+pub fn drop_chunks(
+    directory: &Arc<dyn Directory>,
+    changed: &[std::ops::Range<u64>],
+    epoch: Epoch,
+) -> Result<(), SyncedError> {
+    let opened = match ChunkLog::open(Arc::clone(directory), MAP) {
+        Ok(opened) => opened,
+        Err(error) if error.is_missing() => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let _lock = exclusive(directory.as_ref())?;
+    let (_, shape) = parts(opened.header(), directory.describe(MAP))?;
+    let (mut log, unclean) = Log::replay(opened, Geometry::new(shape)?)?;
+    if log.is_dirty() {
+        return Err(SyncedError::Conflict);
+    }
+    let chunk = u64::from(shape.chunk);
+    let is_in = |index: u64| {
+        let (start, end) = (index * chunk, (index + 1) * chunk);
+        let next = changed.partition_point(|range| range.end <= start);
+        changed.get(next).is_some_and(|range| range.start < end)
+    };
+    let gone: Vec<_> = log
+        .chunks()
+        .filter(|(index, ..)| is_in(*index))
+        .map(|(index, ..)| (index, ChunkState::Absent, 0))
+        .collect();
+    // After a power loss, the old bytes must not be found to have the digest that they had.
+    let io = io_of(directory.as_ref());
+    let digests = directory.open(DIGESTS, Access::Write).map_err(&io)?;
+    for run in gone.chunk_by(|a, b| a.0 + 1 == b.0) {
+        let nothing = vec![0; run.len() * Digest::LEN];
+        let at = run[0].0 * Digest::LEN as u64;
+        digests.write_at(&nothing, at).map_err(&io)?;
+    }
+    digests.sync().map_err(&io)?;
+    log.save(&gone, true)?;
+    log.agree(epoch)?;
+    if !unclean {
+        log.close()?;
+    }
+    Ok(())
 }
 
 fn exclusive(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, SyncedError> {

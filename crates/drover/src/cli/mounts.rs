@@ -33,6 +33,7 @@ Examples:
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
   drover mount lyon:web.qcow2 /mnt/web --wait-local 20%           returns when a fifth of it is here
+  drover mount lyon:db.raw /mnt/db --standby           waits until another mount of it hands over
   drover mount lyon:db.raw /mnt/db --lease 1h          another mount may take over after an hour without contact
   drover unmount /mnt/web
 
@@ -188,6 +189,10 @@ pub struct OptionArgs {
     /// Share of the disk, such as 20%, that has to be here before it can be used; the command waits for it
     #[arg(long, value_name = "PERCENT", value_parser = percent, conflicts_with = "direct")]
     pub wait_local: Option<u8>,
+    /// Stand by: fill the cache while another mount writes the image, and wait until that hands its write lease over (`drover
+    /// mounts hand-over`); the disk can be used then
+    #[arg(long, conflicts_with_all = ["direct", "read_only", "wait_local", "cache_size"])]
+    pub standby: bool,
     /// Domain of the images of this site [default: default]
     #[arg(long, value_name = "NAME", value_parser = domain::check)]
     pub domain: Option<String>,
@@ -231,6 +236,14 @@ impl OptionArgs {
                 "--wait-local cannot be used with --prefetch none, which fetches only what is read",
             ));
         }
+        if self.standby && matches!(self.prefetch, Some(Prefetch::None)) {
+            return Err(Error::usage(
+                "--standby cannot be used with --prefetch none: nothing reads the disk before the lease is here",
+            ));
+        }
+        if self.standby && !matches!(images, [Target { peer: Some(_), .. }]) {
+            return Err(Error::usage("--standby is for one image of a peer"));
+        }
         let local = images.iter().all(|image| image.local.is_some());
         for image in images {
             self.check(image, local).map_err(Error::usage)?;
@@ -252,6 +265,7 @@ impl OptionArgs {
             give_up_after: self.give_up_after.unwrap_or(Duration::from_secs(600)),
             lease: self.lease,
             wait_local: self.wait_local,
+            standby: self.standby,
             size: self.size,
         })
     }
@@ -376,7 +390,7 @@ pub struct UnmountArgs {
 /// List mounts and their sync progress, or list and revoke leases
 ///
 /// A mount is a disk in use on this host, by mount, export or attach. MODE is managed (with a cache), direct, own (an image of this
-/// site), file or directory. STATE is up, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
+/// site), file or directory. STATE is up, standing by, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
 /// responding, or damaged; STATUS is the sync progress, or what is wrong. A lease is the right of a mount, on any host, to use an image of this site: one write
 /// lease, or any number of read leases.
 #[derive(Debug, Args)]
@@ -388,6 +402,7 @@ Examples:
   drover mounts --json
   drover mounts --metrics                  for Prometheus, when no site is running here
   drover mounts leases                     who reads and writes the images of this site
+  drover mounts hand-over /mnt/web lyon    end this mount, and let one that stands by at lyon write
   drover mounts break web.qcow2            revoke the write lease of a lost mount"
 )]
 pub struct MountsArgs {
@@ -411,6 +426,27 @@ Examples:
   drover mounts leases --json")]
     Leases {
         /// Print one JSON object per line
+        #[arg(long)]
+        json: bool,
+    },
+    /// End a mount of this host, and hand its write lease over to a mount of the same image that stands by
+    ///
+    /// All that was written is pushed first. At no time can two mounts write.
+    #[command(after_help = "\
+Examples:
+  drover mount paris:db.raw /mnt/db --standby      at lyon: fills its cache, and waits
+  drover mounts hand-over /mnt/db lyon             here: from then on lyon writes
+  drover mounts hand-over /mnt/db                  to the only one that stands by")]
+    HandOver {
+        /// The mount: its path, device, socket, or name in `drover mounts`
+        #[arg(value_name = "MOUNT")]
+        what: String,
+        /// Name of the peer whose mount stands by [default: the only one that does]
+        peer: Option<String>,
+        /// End the mount even if it is in use; programs that have it open get I/O errors
+        #[arg(long)]
+        lazy: bool,
+        /// Print one JSON object
         #[arg(long)]
         json: bool,
     },

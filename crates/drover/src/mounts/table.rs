@@ -28,6 +28,7 @@ pub fn row(status: &Status) -> Vec<String> {
         mode,
         match status.state {
             MountState::Up => "up",
+            MountState::Standby => "standing by",
             MountState::Ending => "ending",
             MountState::Dead => "dead",
             MountState::Unmounted => "unmounted",

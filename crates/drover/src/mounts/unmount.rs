@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use drover_agent::home::Home;
-use drover_agent::mounts::{self, ANSWER_LIMIT, MountState, Record, Status, StopHow};
+use drover_agent::mounts::{self, ANSWER_LIMIT, HandTo, MountState, Record, Status, StopHow};
+use drover_agent::site::{find_peer, look_at_catalog};
 use drover_agent::text::bytes;
 use drover_net::Code;
 use serde_json::json;
@@ -37,6 +38,7 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
         discard: args.discard,
         keep_cache: args.keep_cache,
         lazy: args.lazy,
+        hand_over: None,
     };
     let bar = Bar::new("pushing", args.json);
     let shown = bar.clone();
@@ -59,6 +61,45 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     }
     for line in left.lines() {
         out::note(&format!("drover: {}: {line}", record.name));
+    }
+    Ok(())
+}
+
+/// `drover mounts hand-over`: ends a mount whose write lease another one gets.
+///
+/// # Errors
+/// When there is no such mount, nobody stands by, it is in use, or its data cannot be pushed.
+pub async fn hand_over(
+    home: &Home,
+    what: &str,
+    peer: Option<&str>,
+    lazy: bool,
+    json: bool,
+) -> Result<()> {
+    let mount = mounts::find(home, what)?;
+    let to = match peer {
+        Some(peer) => HandTo::Site(find_peer(&look_at_catalog(home)?, peer)?.key.0),
+        None => HandTo::Any,
+    };
+    let how = StopHow {
+        lazy,
+        hand_over: Some(to),
+        ..StopHow::default()
+    };
+    let bar = Bar::new("pushing", json);
+    let shown = bar.clone();
+    let progress = Arc::new(move |done, total| shown.at(done, total));
+    let left = mounts::end(home, &mount, how, progress).await;
+    bar.clear();
+    let left = left.map_err(|e| failure::hint(e, Code::Busy, "--lazy ends it at once"))?;
+    let name = &mount.1.name;
+    if json {
+        return out::json(&json!({
+            "event": "handed_over", "name": name, "left": left.lines().join("; "),
+        }));
+    }
+    for line in left.lines() {
+        out::note(&format!("drover: {name}: {line}"));
     }
     Ok(())
 }

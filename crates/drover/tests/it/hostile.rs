@@ -24,11 +24,13 @@ use drover_migrate::protocol::{
     FetchDisks, Kind, OpenMove, SendDisks, SendMemory, TellGenerations,
 };
 use drover_migrate::replica::protocol::{BeginRound, CompleteRound, TellPoint};
+use drover_mount::protocol::{HandOverLease, LookAtLease};
 use drover_net::service::{self, Request, encode_call, kind};
 use drover_net::{
     Code, ConnectOptions, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Role,
     Ticket, connect_any, decode, greet, greet_as,
 };
+use drover_store::lease::MountId;
 use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
     BeginMatching, BeginMatchingFor, IndexImage, JoinSession, ListImages, ListTransfers,
@@ -185,6 +187,18 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             round: Token([1; 16]),
             disk: 0,
             generations: Vec::new(),
+        }),
+        encode_call(&LookAtLease {
+            image: of(),
+            mount: MountId([1; 16]),
+            point: true,
+        }),
+        encode_call(&HandOverLease {
+            image: of(),
+            mount: MountId([1; 16]),
+            token: [1; 16],
+            to: None,
+            commit: true,
         }),
         b"\x07nothing".to_vec(),
     ];

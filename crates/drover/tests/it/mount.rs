@@ -19,6 +19,7 @@ mod nbd;
 mod proxy;
 mod random;
 mod replaced;
+mod standby;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -183,6 +183,10 @@ impl Inner {
             ));
         }
         let (before, now) = (ours.identity, theirs.identity);
+        if self.options.access == Access::Standby {
+            // What was written meanwhile is known when it takes over.
+            return Ok(());
+        }
         let known = self.committed.load(Ordering::Acquire);
         match self.options.access {
             Access::ReadOnly if before != now => gone(format!(

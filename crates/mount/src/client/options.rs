@@ -23,7 +23,7 @@ pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
 pub struct Options {
     /// The image's name at the site.
     pub image: ImageName,
-    /// Read-only or writable.
+    /// Read-only, writable, or beside a writer in order to take over.
     pub access: Access,
     /// Chunk size in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
     pub chunk: u32,

@@ -49,7 +49,7 @@ pub struct Counters {
 pub struct MountCounts {
     /// Connected mounts that may write.
     pub writers: u64,
-    /// Connected read-only mounts.
+    /// Connected mounts that may not write.
     pub readers: u64,
     /// Connections of all mounts.
     pub connections: u64,

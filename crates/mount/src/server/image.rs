@@ -16,6 +16,8 @@ use drover_store::generations::{Generations, Recorded};
 use drover_store::lease::{Access, Holder, Identity, LeaseTable, Loss, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
+mod hand_over;
+
 use super::overlays::{finish_discarding, refuse};
 use super::recording;
 use super::settler::{RunningGuard, Settler};
@@ -116,6 +118,13 @@ pub enum Happened {
         written: u64,
         /// How long it was open.
         time: Duration,
+    },
+    /// A write lease was handed over by its holder.
+    HandedOver {
+        /// The mount that held it.
+        from: Peer,
+        /// The site that has it now.
+        to: Peer,
     },
     /// A write lease was broken.
     LeaseBroken {

@@ -210,9 +210,16 @@ impl Client<'_> {
         scratch: &mut WorkerScratch,
     ) -> Result<(), Refusal> {
         if let Request::Close { .. } = request {
-            return self.image.close(self.key.0, self.key.1, self.link);
+            return match self.access {
+                // The write lease may be its own meanwhile, and stays.
+                Access::Standby => {
+                    self.image.end_standby(self.key.0, self.key.1, self.link);
+                    Ok(())
+                }
+                _ => self.image.close(self.key.0, self.key.1, self.link),
+            };
         }
-        if self.access == Access::ReadOnly {
+        if self.access != Access::ReadWrite {
             if matches!(request, Request::DirectFlush { .. }) {
                 return Ok(());
             }

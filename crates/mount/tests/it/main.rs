@@ -14,6 +14,7 @@ mod offline;
 mod push;
 mod real;
 mod seal;
+mod standby;
 mod term;
 mod unflushed;
 mod util;

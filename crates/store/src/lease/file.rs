@@ -14,9 +14,10 @@ use super::record::{Broken, Holder, Loss, MountId, Record};
 pub const FILE_NAME: &str = "lease";
 
 /// Magic: the format and its version.
-const MAGIC: [u8; 12] = *b"DRVRLSE\0\x03\0\0\0";
+const MAGIC: [u8; 12] = *b"DRVRLSE\0\x04\0\0\0";
 
-/// Previous versions: readable, and upgraded with the next change.
+/// Previous versions: readable, and upgraded with the next change. Version 3 is the same without leases that were handed over.
+const MAGIC_3: [u8; 12] = *b"DRVRLSE\0\x03\0\0\0";
 const MAGIC_2: [u8; 12] = *b"DRVRLSE\0\x02\0\0\0";
 const MAGIC_1: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
 
@@ -110,6 +111,7 @@ pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     let damaged = "damaged; `drover mounts break` for this image, at this site, replaces it";
     let version = |magic: &[u8; 12], parse: Parse| Some((bytes.strip_prefix(&magic[..])?, parse));
     let known = version(&MAGIC, decode)
+        .or_else(|| version(&MAGIC_3, decode))
         .or_else(|| version(&MAGIC_2, |body| decode::<RecordV2>(body).map(Record::from)))
         .or_else(|| version(&MAGIC_1, |body| decode::<RecordV1>(body).map(Record::from)));
     let Some((rest, parse)) = known else {

@@ -68,7 +68,19 @@ pub enum Loss {
         /// A description of the mount that took it.
         by: String,
     },
+    /// The holder handed it over.
+    HandedOver {
+        /// Chosen by the holder: the same request again has the same outcome.
+        token: HandOverToken,
+        /// When, in seconds since 1970.
+        at_unix: u64,
+        /// A description of the mount that has got it.
+        to: String,
+    },
 }
+
+/// Names one hand-over of a lease: random, chosen by the mount that hands it over.
+pub type HandOverToken = [u8; 16];
 
 /// The content of the lease file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use drover_core::Digest;
 use drover_net::Rights;
 use proptest::prelude::*;
@@ -391,9 +393,12 @@ fn leases_of_earlier_versions_are_read_and_have_no_term() {
     std::fs::write(directory.join(file::FILE_NAME), file_of(2, &body)).unwrap();
     place.leases().store_again().unwrap();
     let bytes = std::fs::read(directory.join(file::FILE_NAME)).unwrap();
-    assert_eq!(bytes[8], 3);
+    assert_eq!(bytes[8], 4);
     assert_eq!(file::parse(&bytes).unwrap(), expected);
-    assert!(file::parse(&file_of(4, &body)).is_err());
+    // Version 3 only lacks what can have happened.
+    let third = [&bytes[..8], &[3], &bytes[9..]].concat();
+    assert_eq!(file::parse(&third).unwrap(), expected);
+    assert!(file::parse(&file_of(5, &body)).is_err());
 }
 
 #[derive(Clone, Debug)]
@@ -405,6 +410,11 @@ enum Step {
     Revoke,
     /// The site restarts.
     Restart,
+    /// A mount stands by, or does so no more.
+    StandBy(u8),
+    Leave(u8),
+    /// One hands over to another, by this token.
+    HandOver(u8, u8, u8),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -415,19 +425,24 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         (1u8..5, 0u64..12).prop_map(|(n, gone)| Step::Want(n, gone)),
         Just(Step::Revoke),
         Just(Step::Restart),
+        (1u8..5).prop_map(Step::StandBy),
+        (1u8..5).prop_map(Step::Leave),
+        (1u8..5, 1u8..5, 0u8..3).prop_map(|(from, to, token)| Step::HandOver(from, to, token)),
+        (1u8..5, 1u8..5, 0u8..3).prop_map(|(from, to, token)| Step::HandOver(from, to, token)),
     ];
-    prop::collection::vec(step, 0..40)
+    prop::collection::vec(step, 0..60)
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     /// At any time at most one mount holds the lease, its term is the one it asked for last, and who has lost it is told so
     /// ever after.
     #[test]
-    fn a_lease_is_lost_only_when_its_term_is_over_or_it_is_revoked(steps in steps()) {
+    fn a_lease_is_lost_only_when_its_term_is_over_it_is_revoked_or_handed_over(steps in steps()) {
         let place = Place::new();
         let mut leases = place.leases();
+        let (mut standing, mut done) = (BTreeSet::new(), BTreeSet::new());
         let (mut holder, mut lost): (Option<(u8, Option<u64>)>, Vec<u8>) = (None, Vec::new());
         for (link, step) in steps.into_iter().enumerate() {
             match step {
@@ -441,12 +456,14 @@ proptest! {
                     };
                     if expected.is_ok() {
                         holder = Some((n, term));
+                        standing.remove(&n);
                     }
                     prop_assert_eq!(entered.map_err(|e| e.code), expected);
                 }
                 Step::Close(n) => {
                     leases.close(who(n).peer.key, who(n).mount, link as u64).unwrap();
                     holder = holder.filter(|(other, _)| *other != n);
+                    standing.remove(&n);
                 }
                 Step::Want(n, gone) => {
                     let how = |holder: &Holder| holder.loss(at(gone), &who(n));
@@ -462,7 +479,39 @@ proptest! {
                     leases.break_lease(&revoked).unwrap();
                     lost.extend(holder.take().map(|(n, _)| n));
                 }
-                Step::Restart => leases = place.leases(),
+                Step::Restart => {
+                    leases = place.leases();
+                    standing.clear();
+                }
+                Step::StandBy(n) => {
+                    let who = Who { link: link as u64 + 1, ..who(n) };
+                    let entered = leases.enter(&who, Access::Standby, at(0), &|_| false);
+                    prop_assert_eq!(entered.is_ok(), !lost.contains(&n));
+                    if entered.is_ok() && holder.is_none_or(|(other, _)| other != n) {
+                        standing.insert(n);
+                    }
+                }
+                Step::Leave(n) => {
+                    leases.end_standby(who(n).peer.key, who(n).mount, link as u64);
+                    standing.remove(&n);
+                }
+                Step::HandOver(from, to, token) => {
+                    let (key, mount) = (who(from).peer.key, who(from).mount);
+                    let outcome = leases.hand_over(key, mount, [token; 16], &who(to));
+                    let holds = holder.is_some_and(|(n, _)| n == from);
+                    let expected = match () {
+                        () if done.contains(&(from, token)) => Ok(()),
+                        () if !holds => Err(Code::Lost),
+                        () if !standing.contains(&to) => Err(Code::OutOfOrder),
+                        () => {
+                            (holder, standing) = (Some((to, None)), &standing - &BTreeSet::from([to]));
+                            lost.push(from);
+                            done.insert((from, token));
+                            Ok(())
+                        }
+                    };
+                    prop_assert_eq!(outcome.map_err(|e| e.code), expected);
+                }
             }
             let found = leases.holder().map(|holder| (holder.peer[0], holder.term));
             prop_assert_eq!(found, holder);

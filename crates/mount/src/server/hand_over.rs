@@ -1,0 +1,139 @@
+//! The write lease of an image passes from one mount to another that stands by (`docs/decisions/0041-*`).
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use drover_net::{Code, Peer, PeerKey, Refusal};
+use drover_store::lease::{Access, MountId, Who};
+
+use super::Server;
+use super::blocking::blocking;
+use super::image::{Happened, Image};
+use crate::protocol::{HandOverLease, LeaseSeen, LookAtLease};
+
+impl Server {
+    /// Tells a mount of `peer` that stands by, or holds the lease, how things stand.
+    ///
+    /// # Errors
+    /// [`Code::OutOfOrder`]: it does neither; the site's refusal; or a disk error.
+    pub async fn look_at_lease(
+        self: &Arc<Self>,
+        peer: &Peer,
+        ask: LookAtLease,
+    ) -> Result<LeaseSeen, Refusal> {
+        self.may_write(&ask.image, peer).await?;
+        let image = self.image(&ask.image).await?;
+        let key = peer.key;
+        let seen = blocking(move || image.look(key, ask.mount, ask.point)).await;
+        self.tidy(None).await;
+        seen
+    }
+
+    /// Hands the lease of a mount of `peer` over, or checks that this is possible; returns who gets it. When it returns, no
+    /// request of the former holder is executed any more.
+    ///
+    /// # Errors
+    /// [`Code::Lost`]: it does not hold the lease; [`Code::OutOfOrder`]: nobody stands by, or more than one; the site's
+    /// refusal of either; or a disk error, and the lease stays.
+    pub async fn hand_over(
+        self: &Arc<Self>,
+        peer: &Peer,
+        ask: HandOverLease,
+    ) -> Result<String, Refusal> {
+        let (server, peer) = (Arc::clone(self), peer.clone());
+        // Whatever becomes of the caller's connection: one that has got the lease is told.
+        let done = tokio::spawn(async move { server.hand_over_now(peer, ask).await });
+        let ended = |_| Refusal::new(Code::Failed, "the site is stopping");
+        done.await.map_err(ended)?
+    }
+
+    async fn hand_over_now(
+        self: Arc<Self>,
+        peer: Peer,
+        ask: HandOverLease,
+    ) -> Result<String, Refusal> {
+        self.may_write(&ask.image, &peer).await?;
+        let image = self.image(&ask.image).await?;
+        let (key, token) = ((peer.key, ask.mount), ask.token);
+        let heir = {
+            let image = Arc::clone(&image);
+            blocking(move || image.heir(key.0, key.1, token, ask.to)).await?
+        };
+        let Some(heir) = heir else {
+            self.end_connections(key).await;
+            return Ok(String::new());
+        };
+        let to = (heir.peer.key, heir.mount);
+        if !self.state.lock().mounts.contains_key(&to) {
+            let text = format!("{} has lost its connection; try again", heir.description());
+            return Err(Refusal::new(Code::Unavailable, text));
+        }
+        self.may_write(&ask.image, &heir.peer).await?;
+        let name = heir.description();
+        if ask.commit {
+            self.commit_hand_over(image, peer, key, token, heir).await?;
+        }
+        Ok(name)
+    }
+
+    async fn commit_hand_over(
+        self: &Arc<Self>,
+        image: Arc<Image>,
+        peer: Peer,
+        key: (PeerKey, MountId),
+        token: [u8; 16],
+        heir: Who,
+    ) -> Result<(), Refusal> {
+        let to = (heir.peer.key, heir.mount);
+        let (happened, taken) = (
+            Happened::HandedOver {
+                from: peer,
+                to: heir.peer.clone(),
+            },
+            Arc::clone(&image),
+        );
+        // It counts as gone until it joins as the writer.
+        self.config.absences.left(to, Instant::now());
+        let handed = blocking(move || {
+            image.hand_over(key.0, key.1, token, &heir)?;
+            image.happened(&happened);
+            Ok(())
+        });
+        let handed = handed.await;
+        if !taken.is_held_by(to.0, to.1) {
+            self.config.absences.forget(&to);
+        }
+        handed?;
+        self.config.absences.forget(&key);
+        self.end_connections(key).await;
+        // Which tells it to look.
+        self.end_connections(to).await;
+        Ok(())
+    }
+
+    /// Ends all connections of a mount; their requests have ended when it returns.
+    async fn end_connections(&self, key: (PeerKey, MountId)) {
+        let connections = {
+            let state = self.state.lock();
+            let mount = state.mounts.get(&key);
+            mount
+                .map(|mount| mount.connections.clone())
+                .unwrap_or_default()
+        };
+        for connection in connections {
+            connection.close();
+            connection.drained().await;
+        }
+    }
+
+    /// Checks that a peer may write an image.
+    async fn may_write(
+        self: &Arc<Self>,
+        name: &drover_core::ImageName,
+        peer: &Peer,
+    ) -> Result<(), Refusal> {
+        let images = Arc::clone(&self.config.images);
+        let (name, peer) = (name.clone(), peer.clone());
+        blocking(move || images.allow(&name, &peer, Access::ReadWrite)).await
+    }
+}

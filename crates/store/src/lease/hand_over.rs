@@ -1,0 +1,116 @@
+//! A write lease passes from its holder to a mount that stands by, in one durable step.
+
+use drover_net::{Code, PeerKey, Refusal};
+
+use super::record::{HandOverToken, Loss, MountId};
+use super::{LeaseTable, Who, unix_now};
+
+/// Upper bound on mounts that stand by for an image.
+const MAX_STANDBYS: usize = 16;
+
+impl LeaseTable {
+    /// Admits a mount that stands by. Nothing is recorded: it is known as long as it is connected.
+    pub(super) fn stand_by(&mut self, who: &Who) -> Result<(), Refusal> {
+        let key = (who.peer.key, who.mount);
+        if !self.standbys.contains_key(&key) && self.standbys.len() >= MAX_STANDBYS {
+            let text = format!("too many mounts stand by for {}", self.image);
+            return Err(Refusal::new(Code::Busy, text));
+        }
+        self.standbys.insert(key, who.clone());
+        Ok(())
+    }
+
+    /// Whether a mount may take part in a hand-over: it stands by, or holds the lease.
+    #[must_use]
+    pub fn takes_part(&self, peer: PeerKey, mount: MountId) -> bool {
+        self.standbys.contains_key(&(peer, mount)) || self.is_held_by(peer, mount)
+    }
+
+    /// The mount that stands by at the site with key `to`, or at any.
+    ///
+    /// # Errors
+    /// [`Code::OutOfOrder`]: there is none, or more than one.
+    pub fn standby(&self, to: Option<PeerKey>) -> Result<&Who, Refusal> {
+        let refuse = |text: String| Err(Refusal::new(Code::OutOfOrder, text));
+        let mut found = self
+            .standbys
+            .values()
+            .filter(|who| to.is_none_or(|to| who.peer.key == to));
+        match (found.next(), found.next()) {
+            (Some(who), None) => Ok(who),
+            (None, _) => refuse(format!(
+                "no mount stands by for {0}: begin one with `drover mount PEER:{0} PATH --standby` where it should go",
+                self.image
+            )),
+            (Some(one), Some(other)) => refuse(format!(
+                "more than one mount stands by for {}: {} and {}; name the site, or end one of them",
+                self.image,
+                one.description(),
+                other.description()
+            )),
+        }
+    }
+
+    /// Whether this hand-over has taken place.
+    #[must_use]
+    pub fn was_handed_over(&self, peer: PeerKey, mount: MountId, token: HandOverToken) -> bool {
+        self.record.broken.iter().any(|broken| {
+            (broken.peer, broken.mount) == (peer.0, mount)
+                && matches!(broken.how, Loss::HandedOver { token: of, .. } if of == token)
+        })
+    }
+
+    /// The holder's lease passes to `to`, which stands by: durable when it returns. Does nothing when this hand-over, named by
+    /// its token, has taken place already.
+    ///
+    /// # Errors
+    /// [`Code::Lost`]: the mount does not hold the lease; [`Code::OutOfOrder`]: `to` does not stand by; or the lease cannot be
+    /// written, and stays.
+    pub fn hand_over(
+        &mut self,
+        peer: PeerKey,
+        mount: MountId,
+        token: HandOverToken,
+        to: &Who,
+    ) -> Result<(), Refusal> {
+        if self.was_handed_over(peer, mount, token) {
+            return Ok(());
+        }
+        let mut record = self.record.clone();
+        let Some(holder) = record
+            .holder
+            .take()
+            .filter(|h| (h.peer, h.mount) == (peer.0, mount))
+        else {
+            let text = format!("this mount does not hold the write lease of {}", self.image);
+            return Err(Refusal::new(Code::Lost, text));
+        };
+        let key = (to.peer.key, to.mount);
+        if !self.standbys.contains_key(&key) {
+            let text = format!("{} does not stand by for {}", to.description(), self.image);
+            return Err(Refusal::new(Code::OutOfOrder, text));
+        }
+        let how = Loss::HandedOver {
+            token,
+            at_unix: unix_now(),
+            to: to.description(),
+        };
+        record.lose(&holder, how);
+        record.edition += 1;
+        record.last_writer = Some((to.peer.key.0, to.mount));
+        record.holder = Some(to.holder());
+        record.last = record.holder.clone();
+        self.keep(record)?;
+        self.standbys.remove(&key);
+        Ok(())
+    }
+
+    /// A mount that stood by does so no more, unless it has come again by a later link. Its write lease, if it was handed over
+    /// meanwhile, stays.
+    pub fn end_standby(&mut self, peer: PeerKey, mount: MountId, link: u64) {
+        let key = (peer, mount);
+        if self.standbys.get(&key).is_some_and(|who| who.link <= link) {
+            self.standbys.remove(&key);
+        }
+    }
+}
