@@ -3,6 +3,7 @@
 mod faults;
 mod hostile;
 mod leecher;
+mod simulation;
 mod world;
 
 use std::sync::Arc;

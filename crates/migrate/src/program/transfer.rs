@@ -127,6 +127,12 @@ impl Transfer {
         self.durable.load(Ordering::SeqCst)
     }
 
+    /// Whether the program was taken.
+    #[cfg(test)]
+    pub(super) fn is_taken(&self) -> bool {
+        self.taken.load(Ordering::SeqCst)
+    }
+
     /// How far it is.
     pub(super) fn phase(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
