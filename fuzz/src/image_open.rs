@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::{ReadAt, is_zero};
-use drover_image::{Layout, LayoutLimits, VirtualDisk, parse};
+use drover_image::{Change, Layout, LayoutLimits, MAX_ATTACHED_BYTES, VirtualDisk, parse};
+use drover_image::{attach, attached};
 
 const SECTOR: usize = 512;
 
@@ -80,12 +81,58 @@ impl ReadAt for Content {
     }
 }
 
+/// A file that was changed.
+struct Changed(Arc<dyn ReadAt>, Vec<(u64, Vec<u8>)>);
+
+impl ReadAt for Changed {
+    fn len(&self) -> u64 {
+        let ends = self.1.iter().map(|(at, bytes)| at + bytes.len() as u64);
+        ends.fold(self.0.len(), u64::max)
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let left = usize::try_from(self.len().saturating_sub(offset)).unwrap_or(usize::MAX);
+        let n = left.min(buf.len());
+        buf[..n].fill(0);
+        self.0.read_at(&mut buf[..n], offset)?;
+        for (at, bytes) in &self.1 {
+            let (from, to) = (
+                offset.max(*at),
+                (offset + n as u64).min(at + bytes.len() as u64),
+            );
+            if from < to {
+                buf[(from - offset) as usize..(to - offset) as usize]
+                    .copy_from_slice(&bytes[(from - at) as usize..(to - at) as usize]);
+            }
+        }
+        Ok(n)
+    }
+}
+
+/// What is attached to it, and what becomes of it when something is.
+fn attaching(file: &Arc<dyn ReadAt>) {
+    if let Ok(Some(found)) = attached(file) {
+        assert!(found.len() <= MAX_ATTACHED_BYTES);
+    }
+    if let Ok(changes) = attach(file, b"attached") {
+        let write = |change| match change {
+            Change::Write(offset, bytes) => Some((offset, bytes)),
+            Change::Sync => None,
+        };
+        let changes = changes.into_iter().filter_map(write).collect();
+        let file: Arc<dyn ReadAt> = Arc::new(Changed(Arc::clone(file), changes));
+        let found = attached(&file).expect("the same image");
+        assert_eq!(found.as_deref(), Some(&b"attached"[..]));
+    }
+}
+
 pub fn run(data: &[u8]) {
     let Some(content) = Content::new(data) else {
         return;
     };
     let len = content.len();
     let file = Arc::new(content);
+    attaching(&(file.clone() as Arc<dyn ReadAt>));
     if let Ok(parsed) = parse(file.clone()) {
         let layout = &parsed.layout;
         assert_eq!(layout.covered_bytes(), len);

@@ -297,8 +297,8 @@ pub struct ImagesArgs {
 
 /// Use existing local image files as a source of blocks
 ///
-/// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never modifies or deletes
-/// them. If the site is running, it reads the files, so its user needs permission to read them.
+/// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never deletes them, and modifies
+/// them only with --mark. If the site is running, it reads the files, so its user needs permission to read them.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -311,6 +311,12 @@ pub struct IndexArgs {
     /// Index also images that are read from other files, such as backing files, and list those: who may read the image can read them
     #[arg(long)]
     pub with_parts: bool,
+    /// Note in each file, a qcow2 that no program has open, which state of its disk it has
+    ///
+    /// Copies of the file that are indexed at other sites are then old copies of the disk. QEMU records in the file what a machine writes that
+    /// is started from it (with qemu-img here): when that machine moves to such a site, only this is read and sent.
+    #[arg(long)]
+    pub mark: bool,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,

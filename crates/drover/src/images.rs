@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use drover_agent::home::{CleanUp, Home};
@@ -333,6 +334,11 @@ pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> 
         );
         let shown = bar.clone();
         let progress = move |done, total| shown.at(done, total);
+        if args.mark {
+            indexer.may_mark(&path).await?;
+            let path = path.clone();
+            tokio::task::spawn_blocking(move || images::mark(&path, Duration::ZERO)).await??;
+        }
         let record = indexer.index(&path, args.with_parts, progress).await;
         bar.clear();
         let option = "--with-parts indexes it nevertheless";

@@ -17,7 +17,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
-use drover_agent::images::Indexer;
+use drover_agent::images::{self, HYPERVISOR_ENDS, Indexer};
 use drover_agent::machines::{self, CloseMachine, RefuseMachine};
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
@@ -27,7 +27,7 @@ use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_migrate::protocol::Kind;
-use drover_migrate::{MigrateError, MoveOptions};
+use drover_migrate::{LeftFile, MigrateError, MoveOptions};
 use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
 use drover_store::ImageRecord;
 use drover_store::machine::{Machines, Move};
@@ -36,7 +36,7 @@ use drover_teleport::SendOptions;
 use crate::cli::{self, MigrateArgs};
 use crate::failure::{self, usage};
 use crate::out;
-use generations::OfSite;
+use generations::{Left, OfSite};
 use hypervisor::place;
 use show::Show;
 
@@ -166,11 +166,16 @@ async fn depart(
             if !args.dry_run {
                 close(home, &name).await;
                 ended::left(home, &name, &peer, &report).await;
+                let marked = match args.mark_files || home.config.mark_files {
+                    true => mark(&report.left_disks, args.keep_source, &show).await,
+                    false => Vec::new(),
+                };
                 let files = match args.no_index {
                     false => index(home, &name, &report.left_disks, &show).await,
                     true => Vec::new(),
                 };
-                generations::tell(home, &peer, &name, &report, files).await;
+                let left = Left { files, marked };
+                generations::tell(home, &peer, &name, &report, left).await;
             }
             show.done(&report)
         }
@@ -189,17 +194,41 @@ pub fn work(home: &Home, name: &ImageName) -> PathBuf {
     home.machines().directory().join(format!(".{name}.move"))
 }
 
+/// Notes in the qcow2 files of disks that a machine has left which state they have; returns their generations. It has moved: what
+/// fails is only told.
+async fn mark(files: &[LeftFile], keep_source: bool, show: &Show) -> Vec<(u32, Vec<u8>)> {
+    let mut done = Vec::new();
+    for left in files.iter().filter(|left| left.format == "qcow2") {
+        let path = left.path.clone();
+        let marked = match keep_source {
+            true => Err(Error::usage("QEMU stays, and has it open")),
+            false => tokio::task::spawn_blocking(move || images::mark(&path, HYPERVISOR_ENDS))
+                .await
+                .map_err(Error::from)
+                .flatten(),
+        };
+        match marked {
+            Ok(generations) => done.push((left.disk, generations)),
+            Err(e) => show.not_marked(&left.path, &one_line(&e)),
+        }
+    }
+    done
+}
+
 /// Indexes the files of disks that a machine has left. It has moved: what fails is only told.
 async fn index(
     home: &Home,
     machine: &ImageName,
-    files: &[(u32, PathBuf)],
+    files: &[LeftFile],
     show: &Show,
 ) -> Vec<(u32, ImageRecord)> {
     let domain = home.config.machines.get(machine.as_str());
     let domain = domain.map_or(DEFAULT_DOMAIN, |config| &config.domain);
     let mut done = Vec::new();
-    for (disk, file) in files {
+    for LeftFile {
+        disk, path: file, ..
+    } in files
+    {
         show.indexing(file);
         let indexed = async {
             let mut indexer = Indexer::new(&home.domain(domain)?)?;

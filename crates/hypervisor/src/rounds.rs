@@ -284,6 +284,53 @@ impl Rounds {
         Ok(())
     }
 
+    /// What a bitmap of others has recorded of a disk, by its place among the nodes. It records on. [`Self::forget_past`] has to
+    /// follow.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run), as when there is no such bitmap.
+    pub async fn past(&self, index: usize, bitmap: &str) -> Result<View, HypervisorError> {
+        let Some(node) = self.nodes.get(index) else {
+            return Err(self.machine.qmp().unsupported("has no such disk"));
+        };
+        let name = self.names.past(index);
+        // One that records is not exported for reading.
+        let copy = [
+            Action::AddMark { node, name: &name },
+            Action::MergeBitmap {
+                node,
+                into: &name,
+                from: bitmap,
+            },
+        ];
+        self.machine.transaction(&copy).await?;
+        self.export(&name, node, &[&name]).await?;
+        let media = self.media().await?;
+        let known = media[index].bitmaps.iter().find(|of| of.name == name);
+        Ok(View {
+            context: Some(format!("qemu:dirty-bitmap:{name}")),
+            bytes: known.map_or(0, |known| known.count),
+            address: self.address(name),
+        })
+    }
+
+    /// Removes what [`Self::past`] has made.
+    ///
+    /// # Errors
+    /// Those of [`Qmp::run`](crate::qmp::Qmp::run).
+    pub async fn forget_past(&self) -> Result<(), HypervisorError> {
+        delete_exports(&self.machine, |id| self.names.is_past(id)).await?;
+        for medium in self.media().await? {
+            for bitmap in medium.bitmaps {
+                if self.names.is_past(&bitmap.name) {
+                    let removed = self.machine.remove_bitmap(&medium.node, &bitmap.name, BUSY);
+                    removed.await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Bytes that a round would have now, of each disk.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 //! Supported: any cluster size, zero clusters, subclusters (extended L2), external data files, deflate and zstd
 //! compression, backing files. Internal snapshots are not interpreted: clusters that only they use count as metadata.
 
+mod attached;
 mod create;
 mod header;
 
@@ -12,6 +13,7 @@ use std::sync::Arc;
 use drover_core::ReadAt;
 use flate2::{Decompress, FlushDecompress, Status};
 
+pub use attached::{Change, MAX_ATTACHED_BYTES, attach, attached, qcow2_size};
 pub(crate) use create::Created;
 use header::{Compression, Header};
 

@@ -33,7 +33,7 @@ use self::device::Device;
 use self::disks::Disks;
 use self::proof::Delivered;
 pub use self::report::{
-    DiskGenerations, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step,
+    DiskGenerations, LeftFile, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step,
 };
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
@@ -171,7 +171,7 @@ async fn drive(
     report.machine = driver.options.name_there.to_string();
     report.token = Some(driver.seeder.token());
     let files = std::mem::take(&mut driver.disks.files);
-    report.left = files.iter().map(|(_, file)| file.clone()).collect();
+    report.left = files.iter().map(|left| left.path.clone()).collect();
     report.left_disks = files;
     report.seconds = begun.elapsed().as_secs_f64();
     Ok(report)

@@ -42,7 +42,7 @@ use crate::protocol::{
 pub use absences::Absences;
 pub use changes::{Claim, ClaimEnd, View};
 pub use counters::MountCounts;
-pub use generations::{OldCopy, freeze_on_disk, generations_on_disk};
+pub use generations::{OldCopy, freeze_on_disk, generations_on_disk, keep_on_disk};
 pub use image::{Base, Happened, Images, Room, WhyBroken};
 pub use leases::{Leased, lease_on_disk};
 

@@ -24,6 +24,7 @@ use drover_storage::{Directory, Lock, remove_if_exists};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 mod device;
+mod in_file;
 mod line;
 mod points;
 mod summary;
@@ -31,6 +32,7 @@ mod units;
 
 pub use crate::machine::Generation;
 pub use device::Recorded;
+pub use in_file::{InFileError, new_of_file, of_file, write_in_file};
 pub use line::{About, Contents};
 pub use points::Points;
 pub use summary::{Comparison, MAX_SUMMARY_BYTES, NotComparable, Summary, SummaryError};
@@ -203,11 +205,36 @@ impl Generations {
         of: &Summary,
         now: Contents,
     ) -> Result<Self, GenerationsError> {
+        Self::copy(directory, size, of, |line| {
+            line.next();
+            line.closed(now);
+        })
+    }
+
+    /// Makes the map of a disk that is the very copy whose generations are `of`, and is frozen. Replaces any map in
+    /// `directory`.
+    ///
+    /// # Errors
+    /// As [`Generations::succeed`].
+    pub fn keep(
+        directory: Arc<dyn Directory>,
+        size: u64,
+        of: &Summary,
+        now: Contents,
+    ) -> Result<Self, GenerationsError> {
+        Self::copy(directory, size, of, |line| drop(line.freeze(now)))
+    }
+
+    fn copy(
+        directory: Arc<dyn Directory>,
+        size: u64,
+        of: &Summary,
+        change: impl FnOnce(&mut Line),
+    ) -> Result<Self, GenerationsError> {
         check_over(of, size)?;
         let lock = lock(directory.as_ref(), size)?;
         let mut line = Line::of_summary(of);
-        line.next();
-        line.closed(now);
+        change(&mut line);
         let (log, line) = create(&directory, line)?;
         let believed = true;
         Ok(Self::with(

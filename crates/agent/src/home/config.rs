@@ -66,6 +66,9 @@ pub struct Config {
     /// How long unfinished transfers are kept, as in `"7d"`, or `"forever"`.
     #[serde(default, deserialize_with = "age")]
     keep_unfinished: Option<Age>,
+    /// Whether machines that leave note in their qcow2 files which state of the disks these have.
+    #[serde(default)]
+    pub mark_files: bool,
     /// Machines that may be migrated to this site, by their names here.
     #[serde(default, deserialize_with = "machines")]
     pub machines: BTreeMap<String, MachineConfig>,

@@ -81,6 +81,13 @@ pub struct MigrateArgs {
     /// Do not index the disk files that the machine leaves here. If they are indexed, only what changed is sent when it comes back
     #[arg(long)]
     pub no_index: bool,
+    /// Write into the qcow2 files that the machine leaves here which state of its disks they have [default: config.toml, else not]
+    ///
+    /// A copy of such a file at any site, after `drover index` there, is then as good as what the machine left there itself: only
+    /// what changed is read and sent when the machine comes to that site. What QEMU and qemu-img do with the file stays the same;
+    /// the note is void as soon as one of them opens it for writing.
+    #[arg(long, conflicts_with = "keep_source")]
+    pub mark_files: bool,
     /// Check whether the machine can move, and estimate the bytes to transfer
     #[arg(long)]
     pub dry_run: bool,

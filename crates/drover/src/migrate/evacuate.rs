@@ -179,6 +179,7 @@ fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
         give_up_after: GIVE_UP_AFTER,
         keep_source: false,
         no_index: false,
+        mark_files: false,
         dry_run: false,
         list: false,
         all: false,

@@ -47,15 +47,16 @@ impl DiskGenerations for OfSite {
     }
 }
 
-/// Tells a peer the generations of the disks that a machine has left here; `files` are those that are files, as they were
-/// indexed. It has moved: without this, its way back is only slower.
-pub async fn tell(
-    home: &Home,
-    peer: &Peer,
-    machine: &ImageName,
-    report: &MoveReport,
-    files: Vec<(u32, ImageRecord)>,
-) {
+/// The disks that a machine has left here which are files, by their places in it.
+pub struct Left {
+    /// As they were indexed.
+    pub files: Vec<(u32, ImageRecord)>,
+    /// What was noted in them.
+    pub marked: Vec<(u32, Vec<u8>)>,
+}
+
+/// Tells a peer the generations of the disks that a machine has left here. It has moved: without this, its way back is only slower.
+pub async fn tell(home: &Home, peer: &Peer, machine: &ImageName, report: &MoveReport, left: Left) {
     let Ok(there) = ImageName::new(report.machine.as_str()) else {
         return;
     };
@@ -64,10 +65,13 @@ pub async fn tell(
         machine: machine.clone(),
     };
     for disk in 0..MAX_DISKS as u32 {
-        let generations = match files.iter().find(|(n, _)| *n == disk) {
-            Some((_, file)) => images::freeze_left(home, machine, file),
-            None if report.left_disks.iter().any(|(n, _)| *n == disk) => Ok(None),
-            None => of_site.ask(disk).await,
+        let indexed = left.files.iter().find(|(n, _)| *n == disk);
+        let marked = left.marked.iter().find(|(n, _)| *n == disk);
+        let generations = match (indexed, marked) {
+            (Some((_, file)), _) => images::freeze_left(home, machine, file),
+            (None, Some((_, marked))) => Ok(Some(marked.clone())),
+            _ if report.left_disks.iter().any(|left| left.disk == disk) => Ok(None),
+            _ => of_site.ask(disk).await,
         };
         let told = async {
             let (Some(generations), Some(token)) = (generations?, report.token) else {

@@ -177,6 +177,14 @@ impl Show {
         });
     }
 
+    /// It was not noted in a file which state of the disk it has.
+    pub fn not_marked(&self, file: &Path, why: &str) {
+        let line = json!({"event": "note", "path": file, "message": clean(why)});
+        self.print(line, || {
+            format!("note: {}: not marked: {why}", file.display())
+        });
+    }
+
     /// The migration failed.
     pub fn failed(&self) {
         self.images.clear();

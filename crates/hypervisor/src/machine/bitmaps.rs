@@ -28,6 +28,17 @@ pub struct Bitmap {
     /// Whether it is kept in the image when QEMU ends.
     #[serde(default)]
     pub persistent: bool,
+    /// Whether QEMU was killed while it recorded: what it says is not all.
+    #[serde(default)]
+    pub inconsistent: bool,
+}
+
+impl Bitmap {
+    /// Whether it has all that was written to the image since it was made, also in earlier processes.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.persistent && self.recording && !self.inconsistent
+    }
 }
 
 /// One part of a transaction.

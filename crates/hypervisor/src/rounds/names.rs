@@ -58,12 +58,13 @@ impl Names {
 
     /// Whether an export is of this series.
     pub fn is_export(&self, id: &str) -> bool {
-        self.number_of_export(id).is_some() || self.is_held(id)
+        self.number_of_export(id).is_some() || self.is_held(id) || self.is_past(id)
     }
 
     /// Whether a bitmap is of this series.
     pub fn is_bitmap(&self, name: &str) -> bool {
-        self.number_of(name).is_some() || self.is_filter(name) || name == self.paused()
+        let is_kind = self.is_filter(name) || self.is_past(name);
+        self.number_of(name).is_some() || is_kind || name == self.paused()
     }
 
     /// The bitmap that says that the machine was paused by us.
@@ -84,6 +85,15 @@ impl Names {
     /// The node and the export of the disk as it was.
     pub fn held(&self, index: usize) -> String {
         format!("drover-{}-h{index}", self.name)
+    }
+
+    /// The copy of a bitmap of others, and its export.
+    pub fn past(&self, index: usize) -> String {
+        format!("drover-{}-p{index}", self.name)
+    }
+
+    pub fn is_past(&self, name: &str) -> bool {
+        self.is_kind(name, 'p')
     }
 
     pub fn is_filter(&self, name: &str) -> bool {
@@ -153,6 +163,9 @@ mod tests {
             longest.scratch(last),
             longest.held(last),
         ];
+        let past = longest.past(last);
+        assert!(longest.is_past(&past) && longest.is_bitmap(&past) && longest.is_export(&past));
+        assert!(!longest.is_held(&past) && longest.number_of(&past).is_none());
         for name in [&filter, &scratch, &held] {
             assert!(name.len() <= 31, "{name}");
             let kinds = [

@@ -1,5 +1,6 @@
 //! The qcow2 header, its extensions, and the snapshot table.
 
+use super::attached;
 use crate::ImageError;
 use crate::limits::{MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::mapping::TableSpan;
@@ -52,6 +53,24 @@ pub(super) struct Header {
     pub(super) backing_name: Option<String>,
     pub(super) backing_format: Option<String>,
     pub(super) data_file: Option<String>,
+    /// Base-2 logarithm of the bits of a reference count: at most 6.
+    pub(super) refcount_order: u32,
+    pub(super) autoclear: u64,
+    /// Of data that drover has attached.
+    pub(super) attached: Option<AttachedExtension>,
+    /// Where the list of extensions ends, with a mark.
+    pub(super) extensions_end: Option<u64>,
+}
+
+/// The header extension of attached data.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttachedExtension {
+    /// Where it begins, with its type.
+    pub(super) offset: u64,
+    /// What it says of the bytes that follow type and length.
+    pub(super) length: u32,
+    /// They, if they are as many as this version knows.
+    pub(super) content: [u8; attached::EXTENSION_BYTES],
 }
 
 impl Header {
@@ -134,7 +153,15 @@ impl Header {
             backing_name: None,
             backing_format: None,
             data_file: None,
+            refcount_order: if version == 3 { be32(&raw, 96) } else { 4 },
+            autoclear,
+            attached: None,
+            extensions_end: None,
         };
+        if header.refcount_order > 6 {
+            let order = header.refcount_order;
+            return Err(file.damaged("reference counts", format!("2^{order} bits")));
+        }
         header.check_tables(file)?;
         let (name_at, name_len) = (be64(&raw, 8), be32(&raw, 16));
         if name_at != 0 {
@@ -202,6 +229,7 @@ impl Header {
             file.read(at, &mut head, "header extension")?;
             let (kind, len) = (be32(&head, 0), be32(&head, 4));
             if kind == EXTENSION_END {
+                self.extensions_end = Some(at);
                 break;
             }
             at += 8;
@@ -210,6 +238,17 @@ impl Header {
                     "header extension",
                     format!("{kind:#x} of {len} bytes leaves the header's cluster"),
                 ));
+            }
+            if kind == attached::EXTENSION {
+                let mut content = [0; attached::EXTENSION_BYTES];
+                if len as usize == content.len() {
+                    file.read(at, &mut content, "header extension")?;
+                }
+                self.attached = Some(AttachedExtension {
+                    offset: at - 8,
+                    length: len,
+                    content,
+                });
             }
             let field = match kind {
                 EXTENSION_BACKING_FORMAT => Some(&mut self.backing_format),

@@ -1,5 +1,6 @@
 //! Everything that `qemu-img` can create, compared with what QEMU reads from it.
 
+mod attached;
 mod check;
 mod hostile;
 mod layouts;

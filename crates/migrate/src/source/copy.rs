@@ -117,7 +117,13 @@ impl Driver<'_> {
             .filter(|_| !self.distrusted)
         {
             for (disk, item) in (0..).zip(&mut items) {
-                if let (Some(state), Some(of)) = (&mut item.snapshot, known.of(disk).await) {
+                let mut of = known.of(disk).await;
+                if of.is_none() {
+                    let recorded = self.disks.recorded(disk as usize).await;
+                    let unread = |e: &_| tracing::warn!("what QEMU recorded of disk {disk}: {e}");
+                    of = recorded.inspect_err(unread).unwrap_or_default();
+                }
+                if let (Some(state), Some(of)) = (&mut item.snapshot, of) {
                     state.generations = Some(of.into());
                 }
             }

@@ -9,15 +9,17 @@ use drover_core::{BlockDevice, Digest, ImageName, ReadAt};
 use drover_device::backend::NbdDevice;
 use drover_device::backend::nbd::NbdOptions;
 use drover_hypervisor::libvirt::Disk;
-use drover_hypervisor::machine::{Data, Machine, Medium, RunState};
+use drover_hypervisor::machine::{Bitmap, Data, Machine, Medium, RunState};
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::{HypervisorError, Rounds};
 use drover_image::{Conversion, Format, Layout, Outgoing};
+use drover_store::generations::Summary;
 use drover_store::machine::MAX_DISKS;
 use drover_teleport::{SendItem, Snapshot};
 use tokio::sync::RwLock;
 
 use super::left::{LeftDisk, Round, bytes_of};
+use super::report::LeftFile;
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::protocol::DiskOffer;
@@ -44,8 +46,8 @@ pub struct Disks {
     pub offers: Vec<DiskOffer>,
     /// The machine's memory.
     pub memory_bytes: u64,
-    /// The files that they are, as far as they are files, with their places.
-    pub files: Vec<(u32, PathBuf)>,
+    /// The files that they are, as far as they are files.
+    pub files: Vec<LeftFile>,
     /// The disks of a machine of libvirt.
     pub domain: Vec<Disk>,
     /// Their block nodes.
@@ -112,6 +114,35 @@ impl Disks {
             items.push(item(offer.image.clone(), opened.await??));
         }
         Ok(items)
+    }
+
+    /// The generations of a disk, as a peer is told them, whose file has a persistent bitmap that is named after one which was over
+    /// when it was made. None if there is no such bitmap, or QEMU did not keep it up.
+    pub async fn recorded(&self, index: usize) -> Result<Option<Vec<u8>>, MigrateError> {
+        let (Some(rounds), Some(medium)) = (&self.rounds, self.media.get(index)) else {
+            return Ok(None);
+        };
+        let is_known = |bitmap: &&Bitmap| Summary::since(&bitmap.name, medium.size, &[]).is_some();
+        let mut known = medium.bitmaps.iter().filter(is_known);
+        // With several, nobody knows which of them this disk goes on from.
+        let (Some(bitmap), None) = (known.next(), known.next()) else {
+            return Ok(None);
+        };
+        if !bitmap.is_complete() {
+            return Ok(None);
+        }
+        let read = async {
+            let view = rounds.past(index, &bitmap.name).await?;
+            let dirty = open(&self.opening, view, |device, context| {
+                let ranges = device.dirty(context, 0, device.size());
+                ranges.collect::<Result<Vec<Range<u64>>, _>>()
+            });
+            dirty.await
+        };
+        let read = read.await;
+        rounds.forget_past().await?;
+        let summary = Summary::since(&bitmap.name, medium.size, &read?);
+        Ok(summary.map(|summary| summary.encode()))
     }
 
     /// Ends the states that [`Disks::hold`] held.
@@ -215,7 +246,11 @@ pub(crate) async fn writable(machine: &Machine, name: &ImageName) -> Result<Disk
         if let Data::File(path) = &medium.data
             && path.is_absolute()
         {
-            files.push((n as u32, path.clone()));
+            files.push(LeftFile {
+                disk: n as u32,
+                path: path.clone(),
+                format: medium.format.clone(),
+            });
         }
         media.push(medium.clone());
     }

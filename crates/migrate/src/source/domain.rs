@@ -17,6 +17,7 @@ use drover_teleport::SendItem;
 use tokio::task::JoinHandle;
 
 use super::disks::{Disks, item, whole};
+use super::report::LeftFile;
 use crate::error::MigrateError;
 use crate::protocol::DiskOffer;
 
@@ -99,7 +100,11 @@ pub async fn disks(domain: &Domain, name: &ImageName) -> Result<Disks, MigrateEr
                     disk.target
                 ));
             }
-            Medium::File(path) => found.files.push((n as u32, path.clone())),
+            Medium::File(path) => found.files.push(LeftFile {
+                disk: n as u32,
+                path: path.clone(),
+                format: disk.format.clone(),
+            }),
             Medium::Nbd { .. } => {}
         }
         if !matches!(disk.format.as_str(), "raw" | "qcow2") {

@@ -151,14 +151,25 @@ pub struct MoveReport {
     pub pause: Pause,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
-    /// The same, with the place of the disk in the machine.
+    /// The same, with the disks that they are.
     #[serde(skip)]
-    pub left_disks: Vec<(u32, PathBuf)>,
+    pub left_disks: Vec<LeftFile>,
     /// The move.
     #[serde(skip)]
     pub token: Option<Token>,
     /// From begin to end.
     pub seconds: f64,
+}
+
+/// The file of a disk that a machine has left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftFile {
+    /// The disk, by its place in the machine.
+    pub disk: u32,
+    /// The file.
+    pub path: PathBuf,
+    /// Its format in the words of the hypervisor: what a guest wrote to a raw disk does not tell that.
+    pub format: String,
 }
 
 impl MoveReport {

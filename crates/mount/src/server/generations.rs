@@ -81,6 +81,35 @@ pub fn freeze_on_disk(
     Ok(opened.summary())
 }
 
+/// An image with this digest and size is the copy of a disk whose generations are `of`, and which is frozen; unless more is known
+/// of it, or it has changes. Works without a running server.
+///
+/// # Errors
+/// [`MountError::StateFile`]: they cannot be written, or the image is in use.
+pub fn keep_on_disk(
+    state: &Path,
+    name: &ImageName,
+    size: u64,
+    digest: Digest,
+    of: &Summary,
+) -> Result<(), MountError> {
+    let path = changes::directory(state, name);
+    let failed = |e: &dyn std::fmt::Display| MountError::state(&path, e.to_string());
+    let directory = HostDirectory::open_or_create(&path).map_err(|e| failed(&e))?;
+    let directory: Arc<dyn Directory> = Arc::new(directory);
+    let changes = overlay::summary(&directory).map_err(|e| failed(&e))?;
+    if changes.is_some_and(|changes| changes.changed > 0) {
+        return Ok(());
+    }
+    let leases = LeaseTable::open(name.clone(), path.clone()).map_err(|e| failed(&e))?;
+    let now = contents(&directory, &leases, digest).map_err(|e| failed(&e))?;
+    let known = generations::look(Arc::clone(&directory), now.into()).map_err(|e| failed(&e))?;
+    if known.is_none() {
+        Generations::keep(directory, size, of, now.into()).map_err(|e| failed(&e))?;
+    }
+    Ok(())
+}
+
 /// An old copy of a disk.
 pub struct OldCopy {
     /// Its content.

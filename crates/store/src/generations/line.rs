@@ -384,7 +384,7 @@ impl Line {
 }
 
 /// A random tag of a generation.
-fn tag() -> u64 {
+pub(super) fn tag() -> u64 {
     let bytes: [u8; 16] = random_id();
     bytes
         .first_chunk()

@@ -9,6 +9,8 @@ use crate::machine::Generation;
 pub const MAX_SUMMARY_BYTES: usize = 1 << 20;
 
 const VERSION: u8 = 1;
+/// What names of dirty bitmaps begin with.
+const BITMAP: &str = "drover-";
 /// Bytes before the tags.
 const FIXED: usize = 1 + 16 + 8 + 8 + 1 + 1 + 1;
 const MAX_FLOOR: u64 = u64::MAX / 2;
@@ -90,6 +92,54 @@ impl Summary {
     #[must_use]
     pub fn generation(&self) -> Generation {
         Generation(self.floor + self.tags.len() as u64)
+    }
+
+    /// The name of a dirty bitmap which records what is written after the last generation, which is over. It says all that
+    /// [`Summary::since`] needs.
+    #[must_use]
+    pub fn bitmap_name(&self) -> Option<String> {
+        let tag = self.tags.last().filter(|_| self.over)?;
+        Some(format!(
+            "{BITMAP}{}-{}-{tag:016x}",
+            self.seed,
+            self.generation().0
+        ))
+    }
+
+    /// The generations of a disk of `size` bytes to which nothing but these ranges was written since a generation was over; the
+    /// name of the bitmap that recorded that says which ([`Summary::bitmap_name`]). None for bitmaps with other names.
+    #[must_use]
+    pub fn since(bitmap: &str, size: u64, written: &[Range<u64>]) -> Option<Self> {
+        let (seed, generation, tag) = parse_bitmap(bitmap)?;
+        if size > MAX_SIZE {
+            return None;
+        }
+        let mut runs = Vec::new();
+        for range in written.iter().filter(|range| range.start < range.end) {
+            let first = range.start / CHUNK;
+            let last = range.end.min(size).div_ceil(CHUNK);
+            let done = runs.last().map_or(0, |run: &(u64, u8)| run.0);
+            if first > done {
+                push(&mut runs, first, 1);
+            }
+            if last > done.max(first) {
+                push(&mut runs, last, 2);
+            }
+        }
+        let chunks = size.div_ceil(CHUNK);
+        if runs.last().map_or(0, |run| run.0) < chunks {
+            push(&mut runs, chunks, 1);
+        }
+        Some(Self {
+            seed,
+            size,
+            unit: CHUNK,
+            floor: generation - 1,
+            // A copy that was written elsewhere since has another.
+            tags: vec![tag, super::line::tag()],
+            over: false,
+            runs,
+        })
     }
 
     /// As of the end of the last generation that has ended, if nothing was written since.
@@ -306,6 +356,25 @@ fn parse(bytes: &[u8]) -> Option<Summary> {
         over: fixed[34] == 1,
         runs,
     })
+}
+
+/// Seed, generation and tag in the name of a bitmap.
+fn parse_bitmap(name: &str) -> Option<(Seed, u64, u64)> {
+    let mut parts = name.strip_prefix(BITMAP)?.split('-');
+    let (seed, generation, tag) = (parts.next()?, parts.next()?, parts.next()?);
+    let is_hex = |text: &str, length| {
+        text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+    };
+    if parts.next().is_some() || !is_hex(seed, 32) || !is_hex(tag, 16) {
+        return None;
+    }
+    let generation = generation
+        .parse()
+        .ok()
+        .filter(|n| (1..MAX_FLOOR).contains(n))?;
+    let seed = u128::from_str_radix(seed, 16).ok()?;
+    let tag = u64::from_str_radix(tag, 16).ok()?;
+    Some((Seed(seed.to_be_bytes()), generation, tag))
 }
 
 /// Appends a run, or lengthens the last one.

@@ -216,3 +216,59 @@ fn a_machine_that_is_told_comes_back_for_what_changed() {
     // By two sites home; then there and back.
     assert_eq!(kept, [0, 0, 10, 10, 11]);
 }
+
+#[test]
+fn what_a_bitmap_recorded_is_newer_than_what_it_is_named_after() {
+    let now = |version| Contents::new(b"x", 0, version);
+    let open = |directory: &Arc<FakeDirectory>| {
+        Generations::open(directory.clone(), 10 * CHUNK + 5, now(0)).unwrap()
+    };
+    let directory = Arc::new(FakeDirectory::default());
+    let old = open(&directory);
+    assert_eq!(old.summary().unwrap().bitmap_name(), None, "it is not over");
+    old.track().unwrap();
+    old.freeze(now(0)).unwrap();
+    let old = old.summary().unwrap();
+    let name = old.bitmap_name().unwrap();
+    let since = |written: &[Range<u64>]| Summary::since(&name, old.size, written).unwrap();
+    let ranges = |written: &[Range<u64>]| {
+        let since = since(written);
+        assert_eq!(Summary::decode(&since.encode()), Ok(since.clone()));
+        match since.compare(&old) {
+            Comparison::Newer {
+                since: Generation(2),
+                ranges,
+            } => ranges,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(ranges(&[]), []);
+    assert_eq!(ranges(&[0..1]), [0..CHUNK]);
+    let end = 10 * CHUNK..10 * CHUNK + 5;
+    assert_eq!(ranges(&[10 * CHUNK..11 * CHUNK]), [end]);
+    let several = [
+        CHUNK - 1..CHUNK + 1,
+        CHUNK + 5..CHUNK + 6,
+        2 * CHUNK..2 * CHUNK + 1,
+        5 * CHUNK..6 * CHUNK,
+    ];
+    assert_eq!(ranges(&several), [0..3 * CHUNK, 5 * CHUNK..6 * CHUNK]);
+    // Two that go on from it are branches, and another disk's is none.
+    let branches = since(&several).compare(&since(&[0..1]));
+    assert!(
+        matches!(branches, Comparison::Branch { .. }),
+        "{branches:?}"
+    );
+    let other = Summary::since(&name, 9 * CHUNK, &[]).unwrap();
+    assert!(matches!(other.compare(&old), Comparison::Unknown(_)));
+    for wrong in [
+        "drover-move-1".to_owned(),
+        name.replace("drover-", "backup-"),
+        name.replace("-2-", "-0-"),
+        name.replace("-2-", "--"),
+        format!("{name}-1"),
+        name[..name.len() - 1].to_owned(),
+    ] {
+        assert_eq!(Summary::since(&wrong, CHUNK, &[]), None, "{wrong}");
+    }
+}
