@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::audit::Migration;
 use crate::error::{Error, Result};
 use crate::home::Home;
+use crate::remote::Call;
 use crate::text::clean;
 
 /// Request: close the disks of a machine that has left this site, or make what was written to a disk that has left part of its
@@ -45,6 +46,14 @@ pub struct GetGenerations {
     pub disk: u32,
 }
 request!(GetGenerations: "machine.generations", Manage, () => Option<Vec<u8>>);
+
+/// Request: how many bytes of the disks of a machine that runs here have not arrived; `None` if its disks are not open.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct GetMissing {
+    /// The machine's name.
+    pub name: ImageName,
+}
+request!(GetMissing: "machine.missing", Manage, () => Option<u64>);
 
 /// Request: count a migration from this site that has ended.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -172,6 +181,8 @@ pub struct MachineInfo {
     pub disks: Vec<String>,
     /// The hypervisor that runs it at this site, where it was last moved from here.
     pub hypervisor: Option<String>,
+    /// Bytes of its disks that have not come yet, of one that is `arriving`; `None` of others, and where the site does not say.
+    pub left_bytes: Option<u64>,
 }
 
 impl MachineInfo {
@@ -192,8 +203,37 @@ impl MachineInfo {
             generation: record.generation.0,
             disks: record.disks.iter().map(ToString::to_string).collect(),
             hypervisor: record.hypervisor.clone(),
+            left_bytes: None,
         }
     }
+
+    /// Asks the running site what of it is missing, if anything is.
+    async fn ask_missing(&mut self, home: &Home) -> Result<()> {
+        if self.state != "arriving" {
+            return Ok(());
+        }
+        let Ok(name) = ImageName::new(&self.name) else {
+            return Ok(());
+        };
+        if let Some(call) = Call::local(home).await? {
+            self.left_bytes = call.ask(&GetMissing { name }, |()| {}).await?;
+        }
+        Ok(())
+    }
+}
+
+/// As [`list`], with what is missing of those that are arriving, as far as the site that runs says it.
+///
+/// # Errors
+/// As [`list`].
+pub async fn list_with_missing(home: &Home) -> Result<Vec<MachineInfo>> {
+    let mut list = list(home)?;
+    for machine in &mut list {
+        if let Err(e) = machine.ask_missing(home).await {
+            tracing::debug!("what is missing of {} is not known: {e}", machine.name);
+        }
+    }
+    Ok(list)
 }
 
 /// The machines that have moved to or from this site, or are about to.

@@ -8,7 +8,7 @@ mod journaled;
 mod lockable;
 mod tracked;
 
-pub use arriving::{ArrivalHandle, Arriving};
+pub use arriving::{ArrivalHandle, Arriving, MAX_ARRIVING};
 pub use chunked::Chunked;
 pub use gated::{Entry, Gate, Gated, Operation, Request};
 pub use holding::{Held, HoldHandle, Holding};

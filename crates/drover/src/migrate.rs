@@ -23,7 +23,7 @@ use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
 use drover_agent::site;
 use drover_agent::site::find_peer;
-use drover_agent::text::clean;
+use drover_agent::text::{bytes, clean};
 use drover_core::ImageName;
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_migrate::protocol::Kind;
@@ -58,7 +58,7 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
         return ended::list(home, args.json);
     }
     if args.list {
-        return list(home, args.json);
+        return list(home, args.json).await;
     }
     if let Some(name) = &args.abort {
         return abort(home, name, args.json).await;
@@ -133,6 +133,7 @@ async fn depart(
         })),
         max_pause: args.max_pause,
         post_copy: args.post_copy.into(),
+        trust_files: args.trust_files,
         keep_source: args.keep_source,
         counters: show.counters(),
         wire: show.wire(),
@@ -278,8 +279,8 @@ pub fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
     }
 }
 
-fn list(home: &Home, json: bool) -> Result<()> {
-    let list = machines::list(home)?;
+async fn list(home: &Home, json: bool) -> Result<()> {
+    let list = machines::list_with_missing(home).await?;
     if json {
         return list.iter().try_for_each(out::json);
     }
@@ -295,12 +296,21 @@ fn list(home: &Home, json: bool) -> Result<()> {
             machine.state.into(),
             peer,
             machine.generation.to_string(),
+            machine.left_bytes.map_or_else(|| "-".into(), bytes),
             machine.disks.join(", "),
             hypervisor.map_or_else(|| "-".into(), clean),
         ]
     });
-    let heading = ["name", "state", "peer", "moves", "disks", "hypervisor"];
-    out::line(&out::table(&heading, rows.collect(), &[3]))
+    let heading = [
+        "name",
+        "state",
+        "peer",
+        "moves",
+        "left",
+        "disks",
+        "hypervisor",
+    ];
+    out::line(&out::table(&heading, rows.collect(), &[3, 4]))
 }
 
 /// Has the process that moves a machine give up, or does it in its place.

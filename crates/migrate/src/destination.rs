@@ -291,7 +291,7 @@ impl<S: Site> Moves<S> {
             acted = self.act_all(name, leecher, prepared, run).await;
         }
         if acted.is_err() {
-            // What this process knows is not what is recorded.
+            // What this process knows is not what is recorded: it begins with that when the source comes again.
             *slot = None;
         } else {
             tracing::info!(machine = %name, "all of it is here");
@@ -444,17 +444,44 @@ impl<S: Site> Moves<S> {
                 return Ok(transfer);
             }
         }
+        self.taken_up(peer, name, token).await
+    }
+
+    /// The same of a machine of which this process knows nothing any more but its record: that could not be changed when all of it
+    /// was there, or the site has just been started.
+    async fn taken_up(
+        &self,
+        peer: &Peer,
+        name: &ImageName,
+        token: Token,
+    ) -> Result<Arc<Transfer>, Refusal> {
         let known = self.site.machines().load(name)?;
-        Err(match known.and_then(|known| known.under_way) {
-            Some(Move::Partial(known, _)) if known == token => Refusal::new(
-                Code::Unavailable,
-                format!("the disks of {name} are not open there yet"),
-            ),
-            _ => Refusal::new(
+        let is_partial = known.is_some_and(|known| match &known.under_way {
+            Some(Move::Partial(known, from)) => *known == token && from.key == peer.key.0,
+            _ => false,
+        });
+        if !is_partial {
+            return Err(Refusal::new(
                 Code::OutOfOrder,
                 "that move is not being prepared, or is over",
-            ),
-        })
+            ));
+        }
+        let closed = |why: &str| {
+            let text = format!("the disks of {name} are not open there yet{why}");
+            Refusal::new(Code::Unavailable, text)
+        };
+        let this = self.this.upgrade().ok_or_else(|| closed(""))?;
+        if let Err(e) = this.restart_one(name).await {
+            return Err(closed(&format!(": {e}")));
+        }
+        let entry = self.coming.lock().get(name).cloned();
+        let entry = entry.ok_or_else(|| closed(""))?;
+        let coming = entry.lock().await;
+        let own = coming
+            .as_ref()
+            .filter(|coming| coming.leecher.token() == token);
+        let transfer = own.and_then(|coming| coming.rest.clone());
+        transfer.ok_or_else(|| closed(""))
     }
 
     /// Waits until all of the machine is here.

@@ -156,6 +156,13 @@ impl ChunkLog {
         result
     }
 
+    /// Whether a [`ChunkLog::rewrite`] that failed has taken effect all the same: until [`ChunkLog::sync`] has returned, a power
+    /// loss may bring the old log back.
+    #[must_use]
+    pub fn has_pending_name(&self) -> bool {
+        self.name_pending
+    }
+
     /// Writes a log under its temporary name and makes its contents durable.
     fn begin(
         directory: Arc<dyn Directory>,

@@ -132,6 +132,7 @@ impl MoveDisk {
             generations: None,
             max_pause: self.max_pause,
             post_copy: PostCopy::Never,
+            trust_files: false,
             keep_source: false,
             counters: Arc::<Counters>::default(),
             wire: Arc::<WireTotals>::default(),

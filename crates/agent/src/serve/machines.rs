@@ -448,6 +448,13 @@ impl SiteMachines {
         Ok(known.map(|known| known.encode()))
     }
 
+    /// Bytes of the disks of a machine that have not arrived, if they are open.
+    pub async fn missing(&self, name: &ImageName) -> Option<u64> {
+        let open = self.open.lock().await;
+        let disks = &open.get(name)?.disks;
+        Some(disks.iter().map(|disk| disk.arrival.left()).sum())
+    }
+
     /// The image of a machine's disk, if the machine is served here, or is elsewhere.
     async fn disk(
         &self,

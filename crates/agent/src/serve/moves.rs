@@ -12,7 +12,7 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::in_domain::InDomain;
 use super::machines::{SiteMachines, moves};
 use super::server::Server;
-use crate::machines::{CloseMachine, CountMigration, GetGenerations, RefuseMachine};
+use crate::machines::{CloseMachine, CountMigration, GetGenerations, GetMissing, RefuseMachine};
 
 /// The moves to a site: of machines, and of disks of each domain.
 pub struct SiteMoves {
@@ -119,6 +119,18 @@ impl Handler<GetGenerations> for OfMachines {
     ) -> Result<Option<Vec<u8>>, Refusal> {
         let machines = self.0.of(peer, Kind::Machine).await?;
         machines.site().generations(&name, disk).await
+    }
+}
+
+impl Handler<GetMissing> for OfMachines {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        GetMissing { name }: GetMissing,
+        _: &mut Exchange<'_, GetMissing>,
+    ) -> Result<Option<u64>, Refusal> {
+        let machines = self.0.of(peer, Kind::Machine).await?;
+        Ok(machines.site().missing(&name).await)
     }
 }
 

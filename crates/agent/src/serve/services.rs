@@ -59,6 +59,7 @@ fn for_machines(services: &mut Services, moves: &Arc<SiteMoves>) {
     services.add(MemoryStreams(Arc::clone(moves)));
     services.handle::<drover_migrate::protocol::TellGenerations>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::GetGenerations>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::machines::GetMissing>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::replicas::FailOver>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::CloseMachine>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::CountMigration>(OfMachines(Arc::clone(moves)));

@@ -19,6 +19,8 @@ use log::{AbsentLog, runs};
 
 /// Bytes that are absent or not.
 const BLOCK: u64 = 4096;
+/// The largest device of which something can be absent.
+pub const MAX_ARRIVING: u64 = u32::MAX as u64 * BLOCK;
 /// How long a reader waits before it asks again for what it asked for.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -234,8 +236,13 @@ impl ArrivalHandle {
     /// From now on these ranges are absent; nobody may use them at this moment. Parts of blocks count as whole.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfRange`]; or the list cannot be written ([`Arriving::kept`]).
+    /// [`DeviceError::OutOfRange`]; [`DeviceError::Unsupported`] on a device larger than [`MAX_ARRIVING`]; or the list cannot be
+    /// written ([`Arriving::kept`]).
     pub fn expect(&self, ranges: &[Range<u64>]) -> Result<(), DeviceError> {
+        if self.shared.size > MAX_ARRIVING {
+            let text = format!("tell what is absent of more than {MAX_ARRIVING} bytes");
+            return Err(DeviceError::Unsupported(text.into()));
+        }
         let mut state = self.shared.state.lock();
         for range in ranges {
             let length = range.end.saturating_sub(range.start);
@@ -407,8 +414,9 @@ impl<D: BlockDevice> BlockDevice for Arriving<D> {
     fn flush(&self) -> Result<(), DeviceError> {
         let (said, is_complete) = {
             let state = self.shared.state.lock();
-            let said = state.log.as_ref().and_then(AbsentLog::said);
-            (said, state.absent.is_empty())
+            let is_complete = state.absent.is_empty();
+            let log = state.log.as_ref();
+            (log.and_then(|log| log.said(is_complete)), is_complete)
         };
         self.inner.flush()?;
         let Some(said) = said else {
@@ -416,9 +424,10 @@ impl<D: BlockDevice> BlockDevice for Arriving<D> {
         };
         let mut state = self.shared.state.lock();
         let is_complete = is_complete && state.absent.is_empty();
-        let marked = match &mut state.log {
+        let State { log, absent, .. } = &mut *state;
+        let marked = match log {
             Some(log) if is_complete => log.clear(),
-            Some(log) => log.flushed(said),
+            Some(log) => log.flushed(&said, absent),
             None => Ok(()),
         };
         marked.map_err(|e| broken(&e))

@@ -63,6 +63,11 @@ pub struct MigrateArgs {
     /// that is still here waits for it, also when this command or the link breaks, until the same command is run again.
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = PostCopy::WhenNeeded)]
     pub post_copy: PostCopy,
+    /// Read what is still here of a machine that was handed over from the files of its disks, also if they were written since
+    ///
+    /// That is only right if they were put back as they were: what the machine gets of them is not checked.
+    #[arg(long)]
+    pub trust_files: bool,
     /// Maximum network rate in bytes per second, such as 20M or 512KiB [default: config.toml, else unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub limit: Option<u64>,

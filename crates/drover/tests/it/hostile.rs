@@ -15,7 +15,9 @@ use std::fs;
 use std::time::Duration;
 
 use drover_agent::domains::{AddDomain, MoveImage, RemoveDomain};
-use drover_agent::machines::{CloseMachine, CountMigration, GetGenerations, RefuseMachine};
+use drover_agent::machines::{
+    CloseMachine, CountMigration, GetGenerations, GetMissing, RefuseMachine,
+};
 use drover_agent::replicas::{FailOver, ForgetReplica};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
@@ -233,6 +235,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             name: of(),
             disk: 0,
         }),
+        encode_call(&GetMissing { name: of() }),
         encode_call(&FailOver {
             name: of(),
             dry_run: true,

@@ -168,20 +168,56 @@ async fn an_image_that_came_meanwhile_and_is_anothers_is_not_opened() {
 async fn what_could_not_be_recorded_is_not_answered() {
     let moves = site();
     let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
-    let directory = moves.site.machines.directory().to_owned();
-    // Nothing can be written there any more.
-    let aside = directory.with_extension("aside");
-    std::fs::rename(&directory, &aside).unwrap();
-    symlink("/dev/null/none", &directory).unwrap();
+    break_records(&moves);
     assert!(moves.asked(&about, Ask::Cancel).await.is_err());
-    std::fs::remove_file(&directory).unwrap();
-    std::fs::rename(&aside, &directory).unwrap();
+    mend(&moves);
     let (about, answer) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
     assert_eq!(answer.decision, Decision::Open, "as it is recorded");
     let answer = moves.asked(&about, Ask::Commit).await.unwrap().unwrap();
     assert_eq!(answer.decision, Decision::Refused);
     let known = moves.site.machines.load(&web()).unwrap().unwrap();
     assert_eq!(known.decision(Token([1; 16])), Decision::Refused);
+}
+
+/// Nothing can be written there any more, until [`mend`].
+fn break_records(moves: &Moves<Home>) {
+    let directory = moves.site.machines.directory();
+    std::fs::rename(directory, directory.with_extension("aside")).unwrap();
+    symlink("/dev/null/none", directory).unwrap();
+}
+
+fn mend(moves: &Moves<Home>) {
+    let directory = moves.site.machines.directory();
+    std::fs::remove_file(directory).unwrap();
+    std::fs::rename(directory.with_extension("aside"), directory).unwrap();
+}
+
+#[tokio::test]
+async fn what_has_arrived_is_recorded_when_that_is_possible_again() {
+    let moves = site();
+    let (token, from) = (
+        Token([1; 16]),
+        Other {
+            key: [1; 32],
+            name: "site1".into(),
+        },
+    );
+    let unknown = MachineRecord::foreign(Seed([7; 16]), Generation(0), from.clone());
+    let coming = unknown.receive(token, Seed([7; 16]), Generation(0), from, Vec::new());
+    let partial = coming.unwrap().take_part(token).unwrap();
+    moves.site.machines.store(&web(), &partial).unwrap();
+    moves.restart().await;
+    moves.transfer_of(&peer(1), &web(), token).await.unwrap();
+    break_records(&moves);
+    assert!(moves.whole(&web(), token).await.is_err());
+    mend(&moves);
+    // Its source comes again; others do not.
+    let other = moves.transfer_of(&peer(2), &web(), token).await;
+    assert_eq!(other.map(drop).unwrap_err().code, Code::OutOfOrder);
+    moves.transfer_of(&peer(1), &web(), token).await.unwrap();
+    moves.whole(&web(), token).await.unwrap();
+    let known = moves.site.machines.load(&web()).unwrap().unwrap();
+    assert!(!known.is_partial(), "{known:?}");
 }
 
 #[tokio::test]

@@ -148,8 +148,10 @@ impl Behind {
                     since.elapsed() > self.link.give_up_after()
                 }
             };
-            // A process that knows nothing of it has lost what it had.
-            if !error.retryable() || is_late {
+            // What a site cannot write now, as on a full disk, it may write later. A process that knows nothing of it has lost what
+            // it had.
+            let is_theirs = self.link.names_what_it_lacks() && error.code() == Some(Code::Failed);
+            if !error.retryable() && !is_theirs || is_late {
                 return Err(error);
             }
             tracing::info!("what is left of {}: {error}", self.link.name());

@@ -217,7 +217,9 @@ impl Driver<'_> {
         tokio::try_join!(
             async {
                 let switch = machine.wait_migration(&mut events, &completed, SWITCH_LIMIT);
-                Ok(switch.await?)
+                switch.await?;
+                // QEMU has closed the disks.
+                self.record_rest().await
             },
             writer.flushed(),
             self.order(Ask::Arrived),

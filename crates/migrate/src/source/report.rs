@@ -33,6 +33,9 @@ pub struct MoveOptions {
     pub max_pause: Option<Duration>,
     /// Whether the last that was written to the disks may follow when the machine runs there.
     pub post_copy: PostCopy,
+    /// Whether what is left of the disks is read from their files also when those look as if they had been written since the
+    /// machine was handed over.
+    pub trust_files: bool,
     /// Whether the hypervisor stays, paused, when the machine is gone.
     pub keep_source: bool,
     /// What is counted while the images are sent.

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drover_core::{BlockDevice, ImageName};
+use drover_device::stage::MAX_ARRIVING;
 use drover_net::{Code, decode, encode};
 use drover_store::machine::Token;
 use drover_teleport::SendOptions;
@@ -84,6 +85,15 @@ impl Driver<'_> {
             return Ok(());
         }
         let (disks, devices) = self.disks.whole().await?;
+        if let Some(disk) = disks.iter().find(|disk| disk.size > MAX_ARRIVING) {
+            if self.options.post_copy == PostCopy::AtOnce {
+                return Err(MigrateError::Unsupported(format!(
+                    "a disk of {} bytes cannot follow, which those of less than 16 TiB can: use --post-copy never",
+                    disk.size
+                )));
+            }
+            return Ok(());
+        }
         let behind = self.behind(devices, sent);
         match behind.connect_fetches().await {
             Ok(answering) => {
@@ -136,13 +146,25 @@ impl Driver<'_> {
         self.report.left_bytes = left.bytes();
         rest.behind.leave(left);
         rest.is_left = true;
-        let record = LeftDisks {
+        Ok(())
+    }
+
+    /// Records where what is left can be read, once nobody writes to the disks any more.
+    pub(super) async fn record_rest(&self) -> Result<(), MigrateError> {
+        let Some(rest) = self.rest.as_ref().filter(|rest| rest.is_left) else {
+            return Ok(());
+        };
+        let mut record = LeftDisks {
             token: self.seeder.token(),
             disks: rest.disks.clone(),
         };
         let path = self.rest_path();
-        let written = tokio::task::spawn_blocking(move || FORMAT.write(&path, &encode(&record)));
-        let written = written.await.map_err(|_| MigrateError::Stopped)?;
+        let write = move || {
+            record.disks.iter_mut().for_each(LeftDisk::stamp);
+            FORMAT.write(&path, &encode(&record))
+        };
+        let written = tokio::task::spawn_blocking(write).await;
+        let written = written.map_err(|_| MigrateError::Stopped)?;
         written.map_err(|error| MigrateError::File {
             what: format!("cannot write {}", self.rest_path().display()),
             error,
@@ -188,9 +210,9 @@ impl Driver<'_> {
         if known.token != self.seeder.token() {
             return Ok(None);
         }
-        let disks = known.disks.clone();
+        let (disks, trust_files) = (known.disks.clone(), self.options.trust_files);
         let opened = tokio::task::spawn_blocking(move || {
-            let devices = disks.iter().map(LeftDisk::open);
+            let devices = disks.iter().map(|disk| disk.open(trust_files));
             devices.collect::<Result<Vec<_>, _>>()
         });
         let devices = opened.await.map_err(|_| MigrateError::Stopped)??;

@@ -28,6 +28,15 @@ pub(super) struct AbsentLog {
     log: Option<ChunkLog>,
     /// Records in it.
     count: u64,
+    /// Blocks that are there, and not durable in the device as far as the log says.
+    unmarked: RoaringBitmap,
+}
+
+/// What a log says at one moment.
+pub(super) struct Said {
+    count: u64,
+    /// Blocks of which it says that they are there, and not that they are durable.
+    unmarked: RoaringBitmap,
 }
 
 impl AbsentLog {
@@ -45,6 +54,7 @@ impl AbsentLog {
             header,
             log: None,
             count: 0,
+            unmarked: RoaringBitmap::new(),
         };
         let log = match ChunkLog::open(Arc::clone(directory), NAME) {
             Err(e) if e.is_missing() => return Ok((opened, RoaringBitmap::new())),
@@ -87,6 +97,9 @@ impl AbsentLog {
         let log = self.log.insert(log);
         log.append(&records)?;
         self.count += records.len() as u64;
+        for run in runs {
+            self.unmarked.remove_range(run.clone());
+        }
         log.sync()
     }
 
@@ -95,21 +108,39 @@ impl AbsentLog {
         if let Some(log) = &mut self.log {
             log.append(&[record(PRESENT, run)])?;
             self.count += 1;
+            self.unmarked.insert_range(run.clone());
             log.hand_over()?;
         }
         Ok(())
     }
 
-    /// How much was said by now, if anything was.
-    pub(super) fn said(&self) -> Option<u64> {
-        self.log.as_ref().map(|_| self.count)
+    /// What it says now, unless a flush changes nothing of it. `is_complete` if nothing is absent.
+    pub(super) fn said(&self, is_complete: bool) -> Option<Said> {
+        let log = self.log.as_ref()?;
+        // One that has failed fails each flush.
+        let is_news = !self.unmarked.is_empty() || is_complete || log.is_broken();
+        is_news.then(|| Said {
+            count: self.count,
+            unmarked: self.unmarked.clone(),
+        })
     }
 
-    /// So much of what was said is durable in the device.
-    pub(super) fn flushed(&mut self, said: u64) -> Result<(), ChunkLogError> {
+    /// What was said then is durable in the device. `absent` is absent now.
+    pub(super) fn flushed(
+        &mut self,
+        said: &Said,
+        absent: &RoaringBitmap,
+    ) -> Result<(), ChunkLogError> {
+        self.mark(said.count)?;
+        self.unmarked -= &said.unmarked;
+        self.shorten(absent);
+        Ok(())
+    }
+
+    fn mark(&mut self, count: u64) -> Result<(), ChunkLogError> {
         if let Some(log) = &mut self.log {
             let mark = Record {
-                first: said,
+                first: count,
                 state: MARK,
                 ..Record::default()
             };
@@ -120,12 +151,41 @@ impl AbsentLog {
         Ok(())
     }
 
+    /// Writes anew what it says, if it has grown long.
+    fn shorten(&mut self, absent: &RoaringBitmap) {
+        if self.log.as_ref().is_some_and(ChunkLog::wants_rewrite) {
+            self.rewrite(absent);
+        }
+    }
+
+    /// Writes anew what it says. `absent` is absent now.
+    pub(super) fn rewrite(&mut self, absent: &RoaringBitmap) {
+        let Some(log) = &mut self.log else {
+            return;
+        };
+        // After a power cut what is there and not durable is absent again.
+        let all = absent | &self.unmarked;
+        let all = runs(&all).map(|run| record(ABSENT, &run));
+        let there = runs(&self.unmarked).map(|run| record(PRESENT, &run));
+        let mut count = 0;
+        let snapshot = all.chain(there).inspect(|_| count += 1);
+        let rewritten = log.rewrite(&self.header, snapshot);
+        // If only its name is not durable, the next sync sees to that.
+        if rewritten.is_ok() || log.has_pending_name() {
+            self.count = count;
+        }
+        if let Err(e) = rewritten {
+            tracing::warn!("what has not arrived: it was not shortened: {e}");
+        }
+    }
+
     /// Nothing is absent, and all is durable.
     pub(super) fn clear(&mut self) -> Result<(), ChunkLogError> {
         if self.log.is_some() {
             // It says the same where a power cut brings it back.
-            self.flushed(self.count)?;
+            self.mark(self.count)?;
             (self.log, self.count) = (None, 0);
+            self.unmarked.clear();
             if let Err(e) = self.directory.remove(NAME) {
                 tracing::warn!("{}: {e}", self.directory.describe(NAME));
             }

@@ -1,5 +1,6 @@
 //! Machines that run at the other site before all of their disks are there.
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -69,6 +70,14 @@ async fn a_machine_runs_before_its_disk_is_there_whatever_dies() {
     let last = here.said("beat").unwrap();
     there.wait_said("beat", last + 5).await;
     assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+    let listed = |sites: &Sites| {
+        let listed = sites
+            .world
+            .run("far", &["migrate", "--list", "--json"])
+            .ok();
+        listed.json()[0]["left_bytes"].as_u64()
+    };
+    assert!(listed(&sites) > Some(0));
     let abort = ["migrate", "--abort", "web"];
     sites
         .world
@@ -89,6 +98,7 @@ async fn a_machine_runs_before_its_disk_is_there_whatever_dies() {
     here.ended().await;
     goes_on(&here, &mut there).await;
     assert_eq!(states(&sites), ("away".into(), "here".into()));
+    assert_eq!(listed(&sites), None);
     sites.restart("far");
     there.verify().await;
 }
@@ -121,6 +131,8 @@ async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
         return;
     };
     let qcow2 = sites.world.path("web.qcow2");
+    let image = sites.world.path("image");
+    symlink(&image, &qcow2).unwrap();
     for qemu_dies in [true, false] {
         // The files are read in the format that QEMU knew.
         let mut here = match qemu_dies {
@@ -139,6 +151,19 @@ async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
             sites.restart("far");
         }
         assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+        if qemu_dies {
+            // Another file is not what the machine lacks, and is not read.
+            let other = sites.world.path("other");
+            fs::copy(&image, &other).unwrap();
+            fs::remove_file(&qcow2).unwrap();
+            symlink(&other, &qcow2).unwrap();
+            let machine = sites.hypervisor("near");
+            let refused = ["was written, or replaced, since", "--trust-files"];
+            let again = ["migrate", &machine, "far"];
+            sites.world.run("near", &again).fails(1, &refused);
+            fs::remove_file(&qcow2).unwrap();
+            symlink(&image, &qcow2).unwrap();
+        }
         let done = Moving::begin(&sites, "near", "far", &[]).done();
         assert_eq!(done["left_bytes"], 0, "of an earlier process: {done}");
         if !qemu_dies {

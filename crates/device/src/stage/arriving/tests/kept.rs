@@ -189,6 +189,143 @@ fn no_write_is_lost_or_overwritten_and_nothing_stale_is_read_whatever_dies() {
     }
 }
 
+/// Arrivals, with a flush after each but the last ones; the longest that the list was.
+fn arrive_all(device: &Kept, fake: &FakeDirectory, blocks: impl Iterator<Item = u64>) -> usize {
+    let length = |block: u64| {
+        device
+            .arrive(block * BLOCK, &[SOURCE; BLOCK as usize])
+            .unwrap();
+        device.flush().unwrap();
+        fake.bytes(NAME_OF_LIST).map_or(0, |list| list.len())
+    };
+    blocks.map(length).max().unwrap_or(0)
+}
+
+#[test]
+fn the_list_is_written_anew_when_it_has_grown_long() {
+    const MANY: u64 = 40_000;
+    let fake = FakeDirectory::new(512, 1);
+    let directory: Arc<dyn Directory> = Arc::new(fake.clone());
+    let disk: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::new(MANY * BLOCK));
+    let open = |directory: &Arc<dyn Directory>, boot| {
+        let disk = Arc::clone(&disk);
+        Arriving::kept(disk, directory, [boot; 16], Duration::ZERO).unwrap()
+    };
+    let (device, handle) = open(&directory, 0);
+    expect(&handle, 0..MANY * BLOCK).unwrap();
+    let longest = arrive_all(&device, &fake, 0..MANY - 100);
+    assert!(longest < 5 << 18, "{longest}");
+    // A flush that changes nothing writes nothing.
+    let before = fake.bytes(NAME_OF_LIST);
+    device.flush().unwrap();
+    assert_eq!(fake.bytes(NAME_OF_LIST), before);
+    // What is not flushed is known after a kill, and not after a power cut.
+    device
+        .arrive((MANY - 50) * BLOCK, &[SOURCE; BLOCK as usize])
+        .unwrap();
+    let after = |boot, fake: FakeDirectory| {
+        let directory: Arc<dyn Directory> = Arc::new(fake);
+        open(&directory, boot).1.left() / BLOCK
+    };
+    assert_eq!(after(0, fake.after_kill()), 99);
+    assert_eq!(after(1, fake.after_crash(3)), 100);
+}
+
+#[test]
+fn what_is_not_flushed_is_kept_apart_when_the_list_is_written_anew() {
+    let fake = FakeDirectory::new(512, 1);
+    let directory: Arc<dyn Directory> = Arc::new(fake.clone());
+    let (mut log, _) = AbsentLog::open(&directory, [0; 16], 100).unwrap();
+    log.expect(std::slice::from_ref(&(0..100))).unwrap();
+    let mut absent = RoaringBitmap::new();
+    absent.insert_range(0..100);
+    let present = |log: &mut AbsentLog, absent: &mut RoaringBitmap, run: Range<u32>| {
+        log.present(&run).unwrap();
+        absent.remove_range(run);
+    };
+    present(&mut log, &mut absent, 10..20);
+    let said = log.said(false).unwrap();
+    // Between the flush of the device and the note of it.
+    present(&mut log, &mut absent, 30..35);
+    log.flushed(&said, &absent).unwrap();
+    log.rewrite(&absent);
+    present(&mut log, &mut absent, 50..51);
+    let left = |boot: u8, fake: FakeDirectory| {
+        let directory: Arc<dyn Directory> = Arc::new(fake);
+        AbsentLog::open(&directory, [boot; 16], 100).unwrap().1
+    };
+    assert_eq!(left(0, fake.after_kill()), absent);
+    let mut flushed = RoaringBitmap::new();
+    flushed.insert_range(0..100);
+    flushed.remove_range(10..20);
+    assert_eq!(left(1, fake.after_kill()), flushed);
+    // Numbers of records count from the new beginning.
+    let said = log.said(false).unwrap();
+    present(&mut log, &mut absent, 60..61);
+    log.flushed(&said, &absent).unwrap();
+    flushed.remove_range(30..35);
+    flushed.remove_range(50..51);
+    assert_eq!(left(1, fake.after_kill()), flushed);
+    assert_eq!(left(0, fake.after_kill()), absent);
+}
+
+/// A device of zeros that takes no memory.
+struct Large(u64);
+
+impl BlockDevice for Large {
+    fn size(&self) -> u64 {
+        self.0
+    }
+    fn capabilities(&self) -> Capabilities {
+        MemoryDevice::new(BLOCK).capabilities()
+    }
+    fn read(&self, _: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        buffer.fill(0);
+        Ok(())
+    }
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), DeviceError> {
+        Err(DeviceError::ReadOnly)
+    }
+    fn write_zeroes(&self, _: u64, _: u64, _: Zeroes) -> Result<(), DeviceError> {
+        Err(DeviceError::ReadOnly)
+    }
+    fn trim(&self, _: u64, _: u64) -> Result<(), DeviceError> {
+        Err(DeviceError::ReadOnly)
+    }
+    fn flush(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        let kind = ExtentKind::Zero;
+        Ok(vec![Extent {
+            offset,
+            length,
+            kind,
+        }])
+    }
+    fn prefetch(&self, _: u64, _: u64) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Memory
+    }
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Memory
+    }
+}
+
+#[test]
+fn of_a_device_that_is_too_large_nothing_is_absent() {
+    let last = |size: u64| {
+        let (_device, handle) = Arriving::new(Large(size), Duration::ZERO);
+        expect(&handle, size - BLOCK..size).map(|()| (handle.left(), handle.absent()))
+    };
+    let size = super::super::MAX_ARRIVING;
+    let range = size - BLOCK..size;
+    assert_eq!(last(size).unwrap(), (BLOCK, vec![range]));
+    assert!(matches!(last(16 << 40), Err(DeviceError::Unsupported(_))));
+}
+
 #[test]
 fn a_list_of_another_device_is_refused() {
     let fake = FakeDirectory::new(512, 1);
