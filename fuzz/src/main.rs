@@ -15,6 +15,7 @@ mod index_bits;
 mod index_files;
 mod layout_decode;
 mod literal_decode;
+mod machine_spec;
 mod match_event_decode;
 mod mount_messages;
 mod nbd;
@@ -48,6 +49,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("index_files", index_files::run),
     ("layout_decode", layout_decode::run),
     ("literal_decode", literal_decode::run),
+    ("machine_spec", machine_spec::run),
     ("match_event_decode", match_event_decode::run),
     ("mount_messages", mount_messages::run),
     ("nbd", nbd::run),

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log   serve.ticket
-//! images/        work/         index/        mounted/     mounts/      machines/
+//! images/        work/         index/        mounted/     mounts/      machines/   qemu/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
 
 mod checks;
 mod config;
+pub mod qemu;
 mod reserve;
 
 use std::fs::{self, File, Permissions, TryLockError};
@@ -27,7 +28,7 @@ use drover_store::space::Places;
 use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
 
-pub use config::{Chosen, Config, MachineConfig};
+pub use config::{BuildConfig, Chosen, Config, MachineConfig};
 pub use reserve::{CleanUp, LOOK_EVERY};
 
 /// Retries of a lock that is held, and the pause between them.

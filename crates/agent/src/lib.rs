@@ -38,6 +38,7 @@ pub mod mounts;
 mod notice;
 pub mod own;
 pub mod pairing;
+pub mod qemu;
 mod quota;
 pub mod remote;
 pub mod replicas;

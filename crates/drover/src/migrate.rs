@@ -63,6 +63,9 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
     if let Some(name) = &args.abort {
         return abort(home, name, args.json).await;
     }
+    if let Some(name) = &args.start {
+        return start_script::start(home, name, args.dry_run).await;
+    }
     if let (Some(hypervisor), true) = (&args.machine, args.start_script) {
         return start_script::print(home, hypervisor).await;
     }

@@ -79,10 +79,16 @@ impl CommandLine {
                 plain(&e)
             ))
         })?;
-        let arguments = told.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-        let mut arguments: Vec<String> = arguments.map(String::from).collect();
-        arguments.pop();
-        CommandLine::parse(arguments).map_err(unsupported)
+        let own = CommandLine::parse(arguments(&told));
+        // One that drover has started listens at a socket of the drover that looks after it.
+        let children = fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
+        let children = children.unwrap_or_default();
+        let below = children.split_whitespace().filter_map(|child| {
+            let told = fs::read(format!("/proc/{child}/cmdline")).ok()?;
+            CommandLine::parse(arguments(&told)).ok()
+        });
+        own.or_else(|why| below.into_iter().next().ok_or(why))
+            .map_err(unsupported)
     }
 
     /// Reads a command line.
@@ -259,6 +265,21 @@ impl CommandLine {
         let own = own.and_then(|(_, argument)| argument.clone());
         own.unwrap_or_else(|| "on".into())
     }
+}
+
+/// The arguments of a process as the system shows them.
+fn arguments(told: &[u8]) -> Vec<String> {
+    let arguments = told.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    let mut arguments: Vec<String> = arguments.map(String::from).collect();
+    arguments.pop();
+    arguments
+}
+
+/// The `id` of a `-device`, which may be JSON.
+pub(crate) fn device_id(text: &str) -> Option<String> {
+    let mut named = fields(text).into_iter();
+    let named = named.find(|(name, _)| name == "id");
+    named.map(|(_, value)| value)
 }
 
 /// A raw block node in the place of another one, that reads as zeros.

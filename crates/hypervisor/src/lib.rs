@@ -2,7 +2,8 @@
 //!
 //! [`qmp`] is a client of the protocol, [`Machine`] has what a migration needs of a QEMU as typed commands: its disks and
 //! their dirty bitmaps, NBD exports, block nodes, the migration itself. [`Rounds`] offers what a running machine writes
-//! to plain files, round by round. [`CommandLine`] is how one was started. [`libvirt`] has what a migration needs of a
+//! to plain files, round by round. [`CommandLine`] is how one was started, and [`spec`] how one is built for a machine of another
+//! site. [`libvirt`] has what a migration needs of a
 //! machine that libvirt manages. Nothing here knows drover's protocols, and nothing
 //! decides when a machine moves or who owns it: QEMU runs a machine on both sides if it is told to.
 //!
@@ -33,6 +34,7 @@ pub mod machine;
 mod place;
 pub mod qmp;
 pub mod rounds;
+pub mod spec;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;

@@ -18,6 +18,8 @@
 //! asks the leecher to take the machine ([`Ask::Commit`]), again and again until there is an answer. Until it commits, it
 //! can give the move up without one; [`Ask::Cancel`] merely tidies the other side.
 //!
+//! A leecher that builds the hypervisor is told before what the machine is made of ([`DescribeMachine`]).
+//!
 //! What of the disks does not fit into the pause is named instead of sent, and follows when the leecher has taken the machine:
 //! what the machine waits for by [`FetchDisks`], the rest by [`SendDisks`]. Until then the seeder's move is committed and not
 //! over, and the leecher's is in part.
@@ -27,6 +29,7 @@
 use std::time::Duration;
 
 use drover_core::ImageName;
+use drover_hypervisor::spec::Spec;
 use drover_net::{KeepAlive, request};
 use drover_store::machine::{Decision, Generation, Seed, Token};
 use drover_teleport::Packing;
@@ -167,6 +170,20 @@ pub struct FetchDisks {
 }
 
 request!(FetchDisks: "migrate.fetch", Host, () => ());
+
+/// Tells what a machine is made of, so that the leecher can build a QEMU for it; before [`Ask::Prepare`], or, without a token,
+/// only to ask. The reply says whether the leecher builds one. One that builds it, and not this, refuses.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DescribeMachine {
+    /// The machine's name at the leecher.
+    pub machine: ImageName,
+    /// Its move, if it is under way.
+    pub token: Option<Token>,
+    /// What it is made of; `None` if the seeder cannot say.
+    pub spec: Option<Spec>,
+}
+
+request!(DescribeMachine: "migrate.describe", Host, () => bool);
 
 /// Where bytes of a disk go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,6 +2,7 @@
 
 mod aim;
 mod copy;
+mod describe;
 mod device;
 pub(crate) mod disks;
 mod domain;
@@ -279,9 +280,14 @@ pub async fn estimate(
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
     let mut disks = disks_of(hypervisor, &options.name_there).await?;
+    let built = match hypervisor {
+        Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await?,
+        Hypervisor::Libvirt(_) => false,
+    };
     let report = MoveReport {
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
+        built,
         ..MoveReport::default()
     };
     let estimated = async {

@@ -83,6 +83,8 @@ pub enum Event {
     MachineLeft,
     /// A machine that was being migrated from this site stays here.
     MachineStayed,
+    /// The QEMU of a machine that was built here has ended.
+    MachineEnded,
     /// A disk that a program uses is being moved to this site.
     DiskComing,
     /// A disk was moved to this site: it is an image here.

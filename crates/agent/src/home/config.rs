@@ -9,9 +9,11 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_hypervisor::Place;
 use drover_hypervisor::libvirt::Uri;
+use drover_hypervisor::spec::Card;
 use drover_net::DEFAULT_DOMAIN;
 use serde::{Deserialize, Deserializer};
 
+use super::qemu::Files;
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::text;
 
@@ -84,12 +86,47 @@ pub struct MachineConfig {
     /// The libvirt that has it, in the place of `incoming`: as `qemu:///system`.
     #[serde(default, deserialize_with = "libvirt")]
     pub libvirt: Option<Uri>,
+    /// In the place of both: drover builds that QEMU, as the other site describes the machine.
+    #[serde(default)]
+    pub build: Option<BuildConfig>,
     /// The command that starts that QEMU, unless it runs.
     #[serde(default)]
     pub start: Vec<String>,
     /// The domain whose peers may migrate it here.
     #[serde(default = "default_domain")]
     pub domain: String,
+}
+
+/// What a machine may have whose QEMU is built here.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct BuildConfig {
+    /// The most memory, as in `"4GiB"`.
+    #[serde(deserialize_with = "bytes")]
+    pub memory: u64,
+    /// The most processors.
+    pub cpus: u32,
+    /// What its network cards are connected to, in their order.
+    #[serde(default, deserialize_with = "network")]
+    pub network: Vec<Card>,
+    /// The user that QEMU runs as; needed where the site runs as root.
+    pub user: Option<String>,
+    /// The group that QEMU runs as, where that is not the user's: for `/dev/kvm`.
+    pub group: Option<String>,
+    /// QEMU's program.
+    #[serde(default = "default_program")]
+    pub program: PathBuf,
+    /// The kernel that it boots, if it boots none from its disks.
+    pub kernel: Option<PathBuf>,
+    /// The first file system of that kernel.
+    pub initrd: Option<PathBuf>,
+    /// The command line of that kernel.
+    #[serde(default)]
+    pub append: String,
+}
+
+fn default_program() -> PathBuf {
+    "/usr/bin/qemu-system-x86_64".into()
 }
 
 impl MachineConfig {
@@ -180,7 +217,17 @@ impl Config {
         if content.len() as u64 > MAX_BYTES {
             bail!("{} is larger than {MAX_BYTES} bytes", path.display());
         }
-        toml::from_str(&content).map_err(|e| {
+        let parsed = toml::from_str(&content).map(|mut config: Config| {
+            // The sockets of those that are built here are drover's own.
+            let home = path.parent().unwrap_or(Path::new("/"));
+            for (name, machine) in &mut config.machines {
+                if machine.build.is_some() {
+                    machine.incoming = Some(Files::of(home, name).monitor());
+                }
+            }
+            config
+        });
+        parsed.map_err(|e| {
             let line = e
                 .span()
                 .map_or(0, |s| content[..s.start].matches('\n').count());
@@ -242,6 +289,7 @@ fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineC
     for (name, machine) in &machines {
         ImageName::new(name.as_str()).map_err(serde::de::Error::custom)?;
         let wrong = match (&machine.incoming, &machine.libvirt) {
+            _ if machine.build.is_some() => machine.wrong_build(),
             (Some(socket), None) if socket.is_absolute() => machine
                 .start
                 .first()
@@ -251,7 +299,7 @@ fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineC
                 (!machine.start.is_empty()).then_some("libvirt starts it: leave `start` out")
             }
             (Some(_), None) => Some("`incoming` is an absolute path"),
-            _ => Some("give it either `incoming` or `libvirt`"),
+            _ => Some("give it either `incoming` or `libvirt`, or a table `build`"),
         };
         if let Some(wrong) = wrong {
             let text = format!("machines.{name}: {wrong}");
@@ -259,6 +307,62 @@ fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineC
         }
     }
     Ok(machines)
+}
+
+impl MachineConfig {
+    /// What is wrong with a machine that is built here.
+    fn wrong_build(&self) -> Option<&'static str> {
+        let build = self.build.as_ref()?;
+        let is_path = |path: &PathBuf| path.is_absolute() && path.to_str().is_some();
+        let kernel = [&build.kernel, &build.initrd];
+        let mut paths = kernel.into_iter().flatten().chain([&build.program]);
+        if self.incoming.is_some() || self.libvirt.is_some() {
+            Some("with `build` it has neither `incoming` nor `libvirt`")
+        } else if self.start.first().is_some_and(String::is_empty) {
+            Some("`start` begins with a program")
+        } else if !paths.all(is_path) {
+            Some("`program`, `kernel` and `initrd` are absolute paths")
+        } else if build.kernel.is_none() && (build.initrd.is_some() || !build.append.is_empty()) {
+            Some("`initrd` and `append` belong to a `kernel`")
+        } else if build.memory == 0 || build.cpus == 0 {
+            Some("`memory` and `cpus` are more than 0")
+        } else {
+            None
+        }
+    }
+}
+
+fn bytes<'de, D: Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
+    size(d).map(Option::unwrap_or_default)
+}
+
+/// One word for all cards, or one for each.
+fn network<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Card>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Words {
+        One(String),
+        Each(Vec<String>),
+    }
+    let words = match Words::deserialize(d)? {
+        Words::One(word) => vec![word],
+        Words::Each(words) => words,
+    };
+    let cards = words.iter().map(|word| {
+        let is_tap = |name: &&str| {
+            let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+            (1..16).contains(&name.len()) && name.chars().all(plain)
+        };
+        match (word.as_str(), word.strip_prefix("tap:").filter(is_tap)) {
+            ("none", _) => Ok(Card::None),
+            ("user", _) => Ok(Card::User),
+            (_, Some(name)) => Ok(Card::Tap(name.to_owned())),
+            _ => Err(serde::de::Error::custom(format!(
+                "{word:?} is no network: use \"none\", \"user\", or \"tap:\" and the name of a tap device"
+            ))),
+        }
+    });
+    cards.collect()
 }
 
 fn libvirt<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Uri>, D::Error> {
@@ -430,6 +534,40 @@ mod tests {
                 .to_string();
             assert!(e.contains(says), "{e}");
         }
+    }
+
+    #[test]
+    fn machines_are_built_within_limits() {
+        let config = load(
+            "[machines.web.build]\nmemory = \"4GiB\"\ncpus = 2\nnetwork = [\"tap:web0\", \"none\"]\nuser = \"q\"\n",
+        )
+        .unwrap();
+        let web = &config.machines["web"];
+        let build = web.build.as_ref().unwrap();
+        assert_eq!((build.memory, build.cpus), (4 << 30, 2));
+        assert_eq!(build.network, [Card::Tap("web0".into()), Card::None]);
+        let Place::Qmp(socket) = web.hypervisor("web") else {
+            panic!("it is QEMU's");
+        };
+        assert!(socket.is_absolute() && socket.ends_with("qemu/web.qmp"));
+        for (more, says) in [
+            ("network = \"bridge\"", "\"bridge\" is no network"),
+            ("network = \"tap:a,b\"", "is no network"),
+            ("network = \"tap:\"", "is no network"),
+            ("kernel = \"k\"", "absolute paths"),
+            ("append = \"quiet\"", "belong to a `kernel`"),
+            ("disk = \"/x\"", "unknown field"),
+        ] {
+            let table = format!("[machines.web.build]\nmemory = \"4G\"\ncpus = 2\n{more}\n");
+            let e = load(&table).unwrap_err().to_string();
+            assert!(e.contains(says), "{e}");
+        }
+        let none = load("[machines.web.build]\ncpus = 2\n").unwrap_err();
+        assert!(none.to_string().contains("memory"), "{none}");
+        let two =
+            "[machines.web]\nincoming = \"/w\"\n[machines.web.build]\nmemory = \"4G\"\ncpus = 2\n";
+        let two = load(two).unwrap_err().to_string();
+        assert!(two.contains("neither `incoming` nor `libvirt`"), "{two}");
     }
 
     #[test]

@@ -45,6 +45,7 @@ use crate::machines::{disk_of, mount_id};
 use crate::mounts::{OwnConnector, own};
 
 mod boot;
+mod built;
 mod handed_over;
 mod left;
 mod start;
@@ -114,6 +115,19 @@ impl SiteMachines {
         match &self.disks_of {
             Some(domain) => Ok(domain),
             None => Ok(&self.config(machine)?.domain),
+        }
+    }
+
+    /// Starts the hypervisor of a machine, if it does not run.
+    async fn start(&self, machine: &ImageName, place: &Place, why: Why) -> Result<(), Refusal> {
+        let Place::Qmp(socket) = place else {
+            return Ok(());
+        };
+        let config = self.config(machine)?;
+        match is_listening(socket).await {
+            true => Ok(()),
+            false if config.build.is_some() => self.start_built(machine, socket, why).await,
+            false => start(machine, socket, &config.start, why).await,
         }
     }
 
@@ -233,7 +247,7 @@ impl SiteMachines {
             }
             disks.push(self.open_one(&domain, name, index, mount, image).await?);
         }
-        let socket = self.socket(name);
+        let (socket, user) = self.served_at(name)?;
         let export = |(index, disk): (usize, &OpenDisk)| nbd::Export {
             name: format!("disk-{index}"),
             description: format!("{} of the machine {name} by drover", disk.image),
@@ -268,6 +282,10 @@ impl SiteMachines {
         };
         let (server, listening) =
             listen().map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
+        if user.is_some() {
+            // Only root can change the directory.
+            std::os::unix::fs::lchown(&socket, user, None).map_err(failed)?;
+        }
         Ok(OpenMachine {
             disks,
             served,
@@ -664,12 +682,7 @@ impl Site for SiteMachines {
     fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<Place, Refusal>> {
         Box::pin(async move {
             let place = self.hypervisor(machine)?;
-            if let Place::Qmp(socket) = &place
-                && !is_listening(socket).await
-            {
-                let command = &self.config(machine)?.start;
-                start(machine, socket, command, Why::Incoming).await?;
-            }
+            self.start(machine, &place, Why::Incoming).await?;
             Ok(place)
         })
     }
@@ -715,6 +728,7 @@ impl Site for SiteMachines {
         record: &'a MachineRecord,
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
+            self.end_built(machine).await;
             // Its way back brings all of it.
             let has_left = self.left_mark(machine).exists();
             let (mut images, domain) = self.close(machine, record).await?;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use drover_migrate::protocol::{Kind, TellGenerations};
+use drover_migrate::protocol::{DescribeMachine, Kind, TellGenerations};
 use drover_migrate::{AllMoves, Moves, Pending};
 use drover_net::Refusal;
 use drover_net::service::{Exchange, Handler, Peer};
@@ -131,6 +131,18 @@ impl Handler<GetMissing> for OfMachines {
     ) -> Result<Option<u64>, Refusal> {
         let machines = self.0.of(peer, Kind::Machine).await?;
         Ok(machines.site().missing(&name).await)
+    }
+}
+
+impl Handler<DescribeMachine> for OfMachines {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        told: DescribeMachine,
+        _: &mut Exchange<'_, DescribeMachine>,
+    ) -> Result<bool, Refusal> {
+        let machines = self.0.of(peer, Kind::Machine).await?;
+        machines.site().described(peer, told).await
     }
 }
 

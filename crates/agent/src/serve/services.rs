@@ -57,6 +57,7 @@ fn for_machines(services: &mut Services, moves: &Arc<SiteMoves>) {
     services.add(DiskWrites(Arc::clone(moves)));
     services.add(DiskFetches(Arc::clone(moves)));
     services.add(MemoryStreams(Arc::clone(moves)));
+    services.handle::<drover_migrate::protocol::DescribeMachine>(OfMachines(Arc::clone(moves)));
     services.handle::<drover_migrate::protocol::TellGenerations>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::GetGenerations>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::GetMissing>(OfMachines(Arc::clone(moves)));

@@ -42,10 +42,10 @@ or, for a machine that is defined and off in libvirt there:
   libvirt = \"qemu:///system\"")]
 pub struct MigrateArgs {
     /// The machine: qmp: and the QMP socket of its QEMU, or libvirt: and its name
-    #[arg(value_name = "MACHINE", value_hint = ValueHint::FilePath, required_unless_present_any = ["list", "abort"])]
+    #[arg(value_name = "MACHINE", value_hint = ValueHint::FilePath, required_unless_present_any = ["list", "abort", "start"])]
     pub machine: Option<Hypervisor>,
     /// Name of the peer
-    #[arg(required_unless_present_any = ["list", "abort", "start_script"])]
+    #[arg(required_unless_present_any = ["list", "abort", "start", "start_script"])]
     pub peer: Option<String>,
     /// Name of the machine at the peer [default: its name here: in config.toml, else that of QEMU's -name, else that of the socket]
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
@@ -101,6 +101,11 @@ pub struct MigrateArgs {
     /// It is the command line of the QEMU here with empty disks, for `start` in config.toml.
     #[arg(long, conflicts_with_all = ["peer", "list", "abort"])]
     pub start_script: bool,
+    /// At the peer: start the QEMU that is built there for a machine (config.toml: `build`), and look after it until it ends; with --dry-run: print its command
+    ///
+    /// The site does that by itself when a machine comes. For a service manager, which `start` in config.toml can ask to do it.
+    #[arg(long, value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer", "list", "abort", "start_script"])]
+    pub start: Option<ImageName>,
     /// List the machines that have moved to this site or from it, or are about to
     #[arg(long, conflicts_with_all = ["machine", "peer", "abort"])]
     pub list: bool,

@@ -168,6 +168,7 @@ impl Departing {
 /// The options of the migration of one of them.
 fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
     MigrateArgs {
+        start: None,
         machine: Some(hypervisor.clone()),
         peer: Some(args.peer.clone()),
         rename: None,

@@ -135,9 +135,13 @@ impl Show {
         }
         if self.dry_run {
             return out::line(&format!(
-                "{}: can move; {} of memory besides its disks",
+                "{}: can move; {} of memory besides its disks; {}",
                 self.machine,
-                bytes(report.memory_bytes)
+                bytes(report.memory_bytes),
+                match report.built {
+                    true => format!("{} builds a QEMU for it", clean(&self.peer)),
+                    false => format!("{} has its own QEMU for it", clean(&self.peer)),
+                }
             ));
         }
         let pause = &report.pause;

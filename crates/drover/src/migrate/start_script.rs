@@ -1,13 +1,30 @@
-//! `migrate --start-script`: how the QEMU that waits for a machine is started.
+//! How the QEMU that waits for a machine is started: `migrate --start-script` prints it where the machine is, `migrate --start`
+//! does it where it goes to.
 
 use anyhow::{Context, Result};
 use drover_agent::home::Home;
+use drover_agent::qemu;
+use drover_core::ImageName;
 use drover_hypervisor::{CommandLine, Hypervisor};
 
 use super::hypervisor::connect;
 use crate::cli;
 use crate::failure::usage;
 use crate::out;
+
+/// Starts the QEMU that is built here for a machine, and looks after it until it ends; or prints its command.
+///
+/// # Errors
+/// When it cannot be started, or ends with an error.
+pub async fn start(home: &Home, name: &ImageName, dry_run: bool) -> Result<()> {
+    // After a failover it waits for no migration.
+    let incoming = std::env::var_os("DROVER_INCOMING").is_none_or(|set| !set.is_empty());
+    if dry_run {
+        return out::line(&qemu::planned(home, name, incoming)?.shell());
+    }
+    let (home, name) = (home.clone(), name.clone());
+    Ok(tokio::task::spawn_blocking(move || qemu::run(&home, &name, incoming)).await??)
+}
 
 /// Prints the script.
 ///

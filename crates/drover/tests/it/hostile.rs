@@ -23,7 +23,7 @@ use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
 use drover_migrate::protocol::{
-    FetchDisks, Kind, OpenMove, SendDisks, SendMemory, TellGenerations,
+    DescribeMachine, FetchDisks, Kind, OpenMove, SendDisks, SendMemory, TellGenerations,
 };
 use drover_migrate::replica::protocol::{BeginRound, CompleteRound, TellPoint};
 use drover_mount::protocol::{HandOverLease, LookAtLease};
@@ -164,6 +164,11 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&SendMemory {
             machine: of(),
             token: Token([1; 16]),
+        }),
+        encode_call(&DescribeMachine {
+            machine: of(),
+            token: Some(Token([1; 16])),
+            spec: None,
         }),
         encode_call(&TellGenerations {
             machine: of(),

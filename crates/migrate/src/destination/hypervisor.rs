@@ -8,6 +8,7 @@ use drover_hypervisor::HypervisorError;
 use drover_hypervisor::machine::{
     Capability, Channel, Data, Machine, Medium, MigrationStatus, Node, RunState, Yank,
 };
+use drover_hypervisor::spec::disk_node;
 use tokio::net::UnixStream;
 
 use crate::error::MigrateError;
@@ -70,7 +71,9 @@ pub(super) async fn attach_all(
             // With one there is no doubt.
             device == offered || served.len() == 1
         };
-        let Some((device, medium)) = found.iter().find(same) else {
+        // In a QEMU that was built here, a device may have no name.
+        let built = found.iter().find(|(_, medium)| medium.node == disk_node(n));
+        let Some((device, medium)) = built.or_else(|| found.iter().find(same)) else {
             let there: Vec<_> = found.iter().map(|(device, _)| device.as_str()).collect();
             return wrong(format!(
                 "the machine {name} has no disk called {} there, but {}: give the devices the same id",

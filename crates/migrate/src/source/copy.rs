@@ -14,6 +14,7 @@ use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
 use super::aim::{Aim, Seen};
+use super::describe::describe;
 use super::left::bytes_of;
 use super::proof::Proof;
 use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis, send_images};
@@ -102,6 +103,11 @@ impl Driver<'_> {
     async fn copy_all(&mut self) -> Result<(), MigrateError> {
         self.step(Step::Images);
         self.order(Ask::Begin).await?;
+        if let Some(Hypervisor::Qemu(machine)) = &self.hypervisor {
+            // Before anything is sent.
+            let token = Some(self.seeder.token());
+            self.report.built = describe(machine, &self.disks, &self.options, token).await?;
+        }
         let mut items = match &mut self.device {
             Some(device) => device.hold().await?,
             None => {

@@ -152,6 +152,9 @@ pub struct MoveReport {
     pub rounds: u32,
     /// The pause.
     pub pause: Pause,
+    /// Whether the other site builds the hypervisor for it.
+    #[serde(default)]
+    pub built: bool,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
     /// The same, with the disks that they are.

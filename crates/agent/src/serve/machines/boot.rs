@@ -1,14 +1,13 @@
 //! Starting a machine from the disks of its replica.
 
 use drover_core::ImageName;
-use drover_hypervisor::Place;
 use drover_migrate::Site;
 use drover_net::{Code, Refusal};
 use drover_store::machine::{Generation, MachineRecord, Owner};
 use drover_store::replica::Replica;
 
 use super::SiteMachines;
-use super::start::{Why, is_listening, start};
+use super::start::Why;
 use crate::error::failed;
 
 /// Whether a machine that has left is the one that a replica is of.
@@ -21,7 +20,10 @@ impl SiteMachines {
     /// Whether config.toml says how a machine of peers of this domain is started.
     pub fn is_startable(&self, name: &ImageName, domain: &str) -> bool {
         let config = self.config(name);
-        config.is_ok_and(|config| config.domain == domain && !config.start.is_empty())
+        config.is_ok_and(|config| {
+            let is_built = config.build.is_some() && self.is_described(name);
+            config.domain == domain && (is_built || !config.start.is_empty())
+        })
     }
 
     /// Whether the machine of a replica could be this site's now, and be booted.
@@ -80,11 +82,7 @@ impl SiteMachines {
         self.machines.store(name, &record)?;
         let served = self.open_disks(name, &record).await?;
         let place = self.hypervisor(name)?;
-        if let Place::Qmp(socket) = &place
-            && !is_listening(socket).await
-        {
-            start(name, socket, &self.config(name)?.start, Why::Boot).await?;
-        }
+        self.start(name, &place, Why::Boot).await?;
         let booted = drover_migrate::boot(name, &place, &served, &devices).await;
         booted.map_err(|e| Refusal::new(Code::Failed, e.to_string()))
     }

@@ -10,10 +10,10 @@ use drover_core::ImageName;
 use drover_net::{Code, Refusal};
 
 /// How long a command may take until the hypervisor that it starts waits.
-const START_LIMIT: Duration = Duration::from_secs(30);
+pub(super) const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// How often its socket is tried.
-const START_POLL: Duration = Duration::from_millis(100);
+pub(super) const START_POLL: Duration = Duration::from_millis(100);
 
 pub(super) async fn is_listening(socket: &Path) -> bool {
     match tokio::net::UnixStream::connect(socket).await {

@@ -1,0 +1,90 @@
+//! The files of QEMUs that are built for machines of other sites.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::text::clean;
+
+/// How much of its end is looked at.
+const TAIL: usize = 4096;
+
+/// The files of a machine that is built.
+#[derive(Debug, Clone)]
+pub struct Files {
+    directory: PathBuf,
+    name: String,
+}
+
+impl Files {
+    /// Those in the site directory.
+    #[must_use]
+    pub fn of(site: &Path, name: &str) -> Files {
+        Files {
+            directory: site.join("qemu"),
+            name: name.to_owned(),
+        }
+    }
+
+    /// The directory that they are in.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    pub(crate) fn file(&self, kind: &str) -> PathBuf {
+        self.directory.join(format!("{}.{kind}", self.name))
+    }
+
+    /// QEMU's QMP socket.
+    #[must_use]
+    pub fn monitor(&self) -> PathBuf {
+        self.file("qmp")
+    }
+
+    /// The socket of the machine's first console.
+    #[must_use]
+    pub fn console(&self) -> PathBuf {
+        self.file("console")
+    }
+
+    /// What QEMU has said.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.file("log")
+    }
+
+    pub(crate) fn spec(&self) -> PathBuf {
+        self.file("spec")
+    }
+
+    /// The last that QEMU has said since it was started.
+    pub(crate) fn last_said(&self) -> String {
+        let tail = self.tail();
+        let lines = tail
+            .lines()
+            .rev()
+            .take_while(|line| !line.starts_with(OURS));
+        let mut lines = lines.filter(|line| !line.trim().is_empty());
+        lines.next().map(clean).unwrap_or_default()
+    }
+
+    /// How the last QEMU ended, for a message.
+    #[must_use]
+    pub fn end(&self) -> String {
+        let tail = self.tail();
+        let mut lines = tail.lines().rev();
+        let ended = lines.find_map(|line| line.strip_prefix(ENDED));
+        ended.map_or_else(|| format!("see {}", self.log().display()), clean)
+    }
+
+    fn tail(&self) -> String {
+        let said = fs::read(self.log()).unwrap_or_default();
+        let tail = &said[said.len().saturating_sub(TAIL)..];
+        String::from_utf8_lossy(tail).into_owned()
+    }
+}
+
+/// How lines begin that QEMU has not said.
+pub(crate) const OURS: &str = "drover: ";
+
+/// How the line begins that tells that QEMU has ended.
+pub(crate) const ENDED: &str = "drover: ended: ";
