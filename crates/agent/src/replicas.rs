@@ -20,7 +20,7 @@ pub struct FailOver {
     pub name: ImageName,
     /// Only say what would be done.
     pub dry_run: bool,
-    /// Its source does not run any more, or may: whoever asks knows, since the site does not. Without that it is refused.
+    /// Whoever asks answers for it that its source does not run any more, which the site cannot know. Without that it is refused.
     pub force: bool,
     /// Start the machine, if config.toml says how.
     pub start: bool,
@@ -246,7 +246,7 @@ async fn site(home: &Home) -> Result<Call> {
 /// Has a replica take over, see [`FailOver`].
 ///
 /// # Errors
-/// When there is none, nothing of it is complete, or its source was heard just now.
+/// When there is none, nothing of it is complete, or nobody answers for its source.
 pub async fn fail_over(home: &Home, ask: &FailOver) -> Result<FailedOver> {
     site(home).await?.ask(ask, |()| {}).await
 }

@@ -369,7 +369,7 @@ pub async fn failover(home: &Home, args: FailoverArgs) -> Result<()> {
     };
     let would = replicas::fail_over(home, &ask(true, false)).await?;
     if args.dry_run {
-        return show::failover(name, &would, args.json);
+        return show::failover(name, &would, true, args.json);
     }
     if would.failed_over_ms.is_none() {
         let question = format!(
@@ -379,11 +379,11 @@ pub async fn failover(home: &Home, args: FailoverArgs) -> Result<()> {
         prompt::confirm(&question, args.yes)?;
     }
     let done = replicas::fail_over(home, &ask(false, true)).await?;
-    show::failover(name, &done, args.json)?;
+    show::failover(name, &done, false, args.json)?;
     match done.not_started {
         None => Ok(()),
         Some(why) => bail!(
-            "{name} has failed over, but does not run: {}; the same command tries again",
+            "{name} has failed over, but was not started here: {}; the same command tries again",
             clean(&why)
         ),
     }

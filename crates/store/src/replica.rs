@@ -23,9 +23,6 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 64 << 10,
 };
 
-/// Upper bound on a record in bytes: what is left of its file beside what protects it.
-pub const MAX_RECORD_BYTES: usize = (64 << 10) - 44;
-
 /// Upper bound on the name of a device, in bytes.
 const MAX_DEVICE: usize = 200;
 
@@ -87,6 +84,8 @@ pub struct Replica {
     pub rounds: u64,
     /// When it took over, if it has: milliseconds since 1970. No round is accepted any more.
     pub failed_over_ms: Option<u64>,
+    /// Whether its machine became this site's then, to be started here. It may have moved on since.
+    pub booted: bool,
 }
 
 /// What the source of a replica says when it begins a round.
@@ -176,6 +175,7 @@ impl Replica {
             heard_ms: 0,
             rounds: 0,
             failed_over_ms: None,
+            booted: false,
         }
     }
 
@@ -196,7 +196,7 @@ impl Replica {
         }
         if (self.seed, self.is_machine) != (offer.seed, offer.is_machine) {
             let text = format!(
-                "a replica of another machine or disk is kept as {name}: use another name, or remove that there with `drover replicate --forget {name}`"
+                "a replica of another machine or disk is kept as {name}: use another name, or run `drover replicate --forget {name}` where it is kept"
             );
             return refused(Code::Denied, text);
         }

@@ -145,6 +145,14 @@ impl OfSite {
             }
         }
         self.clear(&mut begun)?;
+        // Of a failover that did not come to its end: its source replaces them.
+        for image in &images {
+            let there = self.domain.catalog.by_name(image).map_err(failed)?;
+            if there.is_some_and(|there| there.owner.is_none() && is_of_round(&there, &begun)) {
+                let given = self.domain.site.give(image, Some(peer.key));
+                given.map_err(|e| refusal_of(e.into()))?;
+            }
+        }
         records.store(name, &begun)?;
         Ok(Begun { round, images })
     }
@@ -338,6 +346,16 @@ impl OfSite {
         Ok((answer, over))
     }
 
+    /// Notes that the machine of a replica became this site's; the replica.
+    fn note_booted(&self, name: &ImageName) -> Result<Replica, Refusal> {
+        let known = Replica {
+            booted: true,
+            ..self.replica(name)?
+        };
+        self.domain.home.replicas().store(name, &known)?;
+        Ok(known)
+    }
+
     fn forget_replica(&self, name: &ImageName) -> Result<(), Refusal> {
         let records = self.domain.home.replicas();
         // One that is damaged says nothing of its images.
@@ -436,11 +454,17 @@ impl Handler<FailOver> for OfMachines {
         let is_startable = replica.is_machine && machines.is_startable(&ask.name, &peer.domain);
         if ask.start && is_startable {
             // By now it has taken over, whatever becomes of that.
-            let boots = match ask.dry_run {
-                true => machines.may_boot(&ask.name, &replica),
-                false => machines.boot(&ask.name, &replica).await,
+            let name = &ask.name;
+            let boots = async {
+                if ask.dry_run {
+                    return machines.may_boot(name, &replica);
+                }
+                machines.take_over(name, &replica)?;
+                let of = name.clone();
+                let noted = site.with_replicas(move |site| site.note_booted(&of));
+                machines.boot(name, &noted.await?).await
             };
-            answer.not_started = boots.err().map(|refusal| refusal.message);
+            answer.not_started = boots.await.err().map(|refusal| refusal.message);
             answer.starts = answer.not_started.is_none();
         }
         Ok(answer)

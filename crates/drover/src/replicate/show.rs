@@ -157,11 +157,11 @@ pub fn heard(name: &ImageName, done: &FailedOver) -> String {
     )
 }
 
-/// Shows what a failover has done, or would do.
+/// Shows what a failover has done, or would do (`dry_run`).
 ///
 /// # Errors
 /// When it cannot be printed.
-pub fn failover(name: &ImageName, done: &FailedOver, json: bool) -> Result<()> {
+pub fn failover(name: &ImageName, done: &FailedOver, dry_run: bool, json: bool) -> Result<()> {
     if json {
         let event = match done.failed_over_ms {
             Some(_) => "failed-over",
@@ -176,7 +176,11 @@ pub fn failover(name: &ImageName, done: &FailedOver, json: bool) -> Result<()> {
     let images = done.images.join(", ");
     match done.failed_over_ms {
         Some(at) => {
-            let runs = if done.starts { "; it runs" } else { "" };
+            let runs = match (done.starts, dry_run) {
+                (false, _) => "",
+                (true, true) => "; it would be started if it does not run",
+                (true, false) => "; it runs",
+            };
             out::line(&format!(
                 "{name}: here since {}, as of {as_of}{runs}; disks: {images}",
                 moment((at / 1000).cast_signed())
@@ -185,7 +189,6 @@ pub fn failover(name: &ImageName, done: &FailedOver, json: bool) -> Result<()> {
                 "drover: {} is not stopped by this: see that {name} does not run there any more",
                 clean(&done.from)
             ));
-            Ok(())
         }
         None => {
             let age = now_ms().saturating_sub(done.moment_ms) / 1000;
@@ -196,13 +199,11 @@ pub fn failover(name: &ImageName, done: &FailedOver, json: bool) -> Result<()> {
             );
             out::line(&lost)?;
             out::note(&format!("drover: {}", heard(name, done)));
-            if let Some(why) = &done.not_started {
-                out::note(&format!(
-                    "drover: {name} would not be started: {}",
-                    clean(why)
-                ));
-            }
-            Ok(())
         }
     }
+    if let (true, Some(why)) = (dry_run, &done.not_started) {
+        let would_not = format!("drover: {name} would not be started: {}", clean(why));
+        out::note(&would_not);
+    }
+    Ok(())
 }

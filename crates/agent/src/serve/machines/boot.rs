@@ -16,6 +16,10 @@ fn is_same(known: &MachineRecord, of: &Replica) -> bool {
     known.seed == of.seed || is_from || known.disks.is_empty()
 }
 
+fn is_moved(name: &ImageName) -> Refusal {
+    Refusal::new(Code::Held, format!("another process moves {name}"))
+}
+
 impl SiteMachines {
     /// Whether config.toml says how a machine of peers of this domain is started.
     pub fn is_startable(&self, name: &ImageName, domain: &str) -> bool {
@@ -50,6 +54,15 @@ impl SiteMachines {
             Some(known) if !is_same(&known, of) => held(format!(
                 "another machine called {name} was here before, and has moved to another site: start this one from its disks"
             )),
+            Some(known) if of.booted => {
+                let to = match &known.owner {
+                    Owner::There(site) => site.name.as_str(),
+                    Owner::Here => "another site",
+                };
+                held(format!(
+                    "{name} was started here, and has moved to {to} since"
+                ))
+            }
             // It was here before, and its replica has come back.
             Some(mut known) => {
                 known.generation = known.generation.next();
@@ -66,20 +79,29 @@ impl SiteMachines {
         }
     }
 
-    /// The machine of a replica that has taken over is this site's: serves its disks, and boots it. Done again, it does what is
-    /// left to do.
+    /// The machine of a replica that has taken over is this site's from now on. Done again, it is or was.
     ///
     /// # Errors
-    /// When there is another machine of that name, or it cannot be started.
+    /// When there is another machine of that name, or it has moved on.
+    pub fn take_over(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
+        let Some(_lock) = self.machines.lock(name).map_err(failed)? else {
+            return Err(is_moved(name));
+        };
+        self.machines.store(name, &self.booted(name, of)?)
+    }
+
+    /// Serves the disks of a machine that [`SiteMachines::take_over`] has made this site's, and boots it. Done again, it does
+    /// what is left to do.
+    ///
+    /// # Errors
+    /// When it is not this site's any more, or cannot be started.
     pub async fn boot(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
         let Some(_lock) = self.machines.lock(name).map_err(failed)? else {
-            let text = format!("another process moves {name}");
-            return Err(Refusal::new(Code::Held, text));
+            return Err(is_moved(name));
         };
         let record = self.booted(name, of)?;
         let images = of.point.iter().flat_map(|point| &point.images);
         let devices: Vec<_> = images.map(|image| image.device.as_str()).collect();
-        self.machines.store(name, &record)?;
         let served = self.open_disks(name, &record).await?;
         let place = self.hypervisor(name)?;
         self.start(name, &place, Why::Boot).await?;

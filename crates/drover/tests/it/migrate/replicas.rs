@@ -426,4 +426,14 @@ async fn a_machine_is_started_from_its_replica_and_goes_back() {
     let mut back = sites.wait_for_it("near").await;
     Moving::begin(&sites, "far", "near", &[]).done();
     goes_on(&there, &mut back).await;
+    // It is not started here once more, however often the failover is repeated.
+    for (options, code) in [(&[][..], 1), (&["--dry-run"], 0)] {
+        let again = sites
+            .world
+            .run("far", &[&["failover", "web"], options].concat());
+        let again = again.code(code);
+        assert!(again.err.contains("has moved to near"), "{again:?}");
+    }
+    assert_eq!(sites.state("near"), "here");
+    assert_ne!(sites.state("far"), "here");
 }
