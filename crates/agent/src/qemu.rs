@@ -19,7 +19,7 @@ use std::process::{Command, Stdio};
 
 use drover_core::ImageName;
 use drover_hypervisor::CommandLine;
-use drover_hypervisor::spec::{Built, Kernel, Spec, build};
+use drover_hypervisor::spec::{Accelerator, Built, Kernel, Spec, build};
 use drover_net::{decode, encode};
 use drover_storage::{Envelope, create_private, make_private_dir, open_private};
 use nix::unistd::{Group, User};
@@ -141,7 +141,16 @@ pub fn command_line(
         }),
         incoming,
     };
-    build(spec, &site).map_err(|why| {
+    let built = match (spec.accelerator, config.accelerator) {
+        (of, allowed) if of == allowed => build(spec, &site),
+        (Accelerator::Tcg, _) => Err(
+            "is executed by QEMU itself, not by KVM, and `accelerator` there is not \"tcg\"".into(),
+        ),
+        (Accelerator::Kvm, _) => {
+            Err("is executed by KVM, and `accelerator` there is \"tcg\"".into())
+        }
+    };
+    built.map_err(|why| {
         Error::refused(format!(
             "no QEMU is built for {name}: it {why}. If that is meant, change [machines.{name}.build] in config.toml, or give it \
              `incoming` and `start` instead (`drover migrate --start-script`)"

@@ -214,6 +214,10 @@ impl Spec {
                 Behind::Disk(_) | Behind::Usual => {}
             }
         }
+        // Their memory is not part of the machine's, which the site limits.
+        if self.with(Takes::Display) > 1 {
+            return Err("has several displays: one is allowed".into());
+        }
         match (0..).zip(&self.disks).find(|(n, _)| !disks.contains(n)) {
             Some((n, _)) => Err(format!(
                 "has disk {n} on no device of those that are listed"
@@ -225,8 +229,13 @@ impl Spec {
     /// How many network cards it has.
     #[must_use]
     pub fn cards(&self) -> usize {
+        self.with(Takes::Network)
+    }
+
+    /// How many devices it has that take this.
+    fn with(&self, takes: Takes) -> usize {
         let models = self.devices.iter().filter_map(Device::listed);
-        models.filter(|model| model.takes == Takes::Network).count()
+        models.filter(|model| model.takes == takes).count()
     }
 }
 

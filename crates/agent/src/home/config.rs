@@ -9,7 +9,7 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_hypervisor::Place;
 use drover_hypervisor::libvirt::Uri;
-use drover_hypervisor::spec::Card;
+use drover_hypervisor::spec::{Accelerator, Card};
 use drover_net::DEFAULT_DOMAIN;
 use serde::{Deserialize, Deserializer};
 
@@ -106,6 +106,9 @@ pub struct BuildConfig {
     pub memory: u64,
     /// The most processors.
     pub cpus: u32,
+    /// What executes it. QEMU itself (`"tcg"`) is not made to confine a hostile machine.
+    #[serde(default = "default_accelerator", deserialize_with = "accelerator")]
+    pub accelerator: Accelerator,
     /// What its network cards are connected to, in their order.
     #[serde(default, deserialize_with = "network")]
     pub network: Vec<Card>,
@@ -123,6 +126,20 @@ pub struct BuildConfig {
     /// The command line of that kernel.
     #[serde(default)]
     pub append: String,
+}
+
+fn default_accelerator() -> Accelerator {
+    Accelerator::Kvm
+}
+
+fn accelerator<'de, D: Deserializer<'de>>(d: D) -> Result<Accelerator, D::Error> {
+    match String::deserialize(d)?.as_str() {
+        "kvm" => Ok(Accelerator::Kvm),
+        "tcg" => Ok(Accelerator::Tcg),
+        word => Err(serde::de::Error::custom(format!(
+            "{word:?} is no accelerator: use \"kvm\" or \"tcg\""
+        ))),
+    }
 }
 
 fn default_program() -> PathBuf {
@@ -546,6 +563,7 @@ mod tests {
         let build = web.build.as_ref().unwrap();
         assert_eq!((build.memory, build.cpus), (4 << 30, 2));
         assert_eq!(build.network, [Card::Tap("web0".into()), Card::None]);
+        assert_eq!(build.accelerator, Accelerator::Kvm);
         let Place::Qmp(socket) = web.hypervisor("web") else {
             panic!("it is QEMU's");
         };
@@ -554,6 +572,7 @@ mod tests {
             ("network = \"bridge\"", "\"bridge\" is no network"),
             ("network = \"tap:a,b\"", "is no network"),
             ("network = \"tap:\"", "is no network"),
+            ("accelerator = \"any\"", "\"any\" is no accelerator"),
             ("kernel = \"k\"", "absolute paths"),
             ("append = \"quiet\"", "belong to a `kernel`"),
             ("disk = \"/x\"", "unknown field"),

@@ -69,6 +69,8 @@ pub(super) enum Takes {
     Network,
     /// A stream of characters, as a serial port's.
     Characters,
+    /// Nothing, but it brings memory of its own: a machine has one such at most.
+    Display,
 }
 
 /// Names and kinds.
@@ -336,7 +338,7 @@ const VIDEO: Properties = &[
     ("vgamem_mb", Kind::Number(64)),
 ];
 
-/// Of memory that a device brings: not to become a way around a limit.
+/// Of memory that a display brings: not to become a way around a limit.
 const SMALL: Kind = Kind::Number(64 << 20);
 
 const MAX_HOSTMEM: Properties = &[("max_hostmem", Kind::Number(256 << 20))];
@@ -413,10 +415,10 @@ const MODELS: &[Model] = models! {
     "virtio-keyboard-pci" Nothing [PCI VIRTIO INPUT];
     "virtio-mouse-pci" Nothing [PCI VIRTIO INPUT];
     "virtio-tablet-pci" Nothing [PCI VIRTIO INPUT];
-    "virtio-vga" Nothing [PCI VIRTIO GRAPHICS VIDEO MAX_HOSTMEM];
-    "virtio-gpu-pci" Nothing [PCI VIRTIO GRAPHICS MAX_HOSTMEM];
-    "VGA" Nothing [PCI GRAPHICS VIDEO];
-    "bochs-display" Nothing [PCI GRAPHICS VIDEO];
+    "virtio-vga" Display [PCI VIRTIO GRAPHICS VIDEO MAX_HOSTMEM];
+    "virtio-gpu-pci" Display [PCI VIRTIO GRAPHICS MAX_HOSTMEM];
+    "VGA" Display [PCI GRAPHICS VIDEO];
+    "bochs-display" Display [PCI GRAPHICS VIDEO];
     "isa-serial" Characters [ISA_PORT];
     "isa-parallel" Characters [ISA_PORT];
     "pcie-root-port" Nothing [PCI ROOT_PORT];

@@ -261,6 +261,25 @@ fn networks_are_the_sites() {
 }
 
 #[test]
+fn the_memory_of_displays_is_no_way_around_the_limit() {
+    let display = |model: &str| device(model, vec![number("vgamem_mb", 64)]);
+    let mut spec = web();
+    spec.devices.push(display("VGA"));
+    build(&spec, &site()).unwrap();
+    for model in ["VGA", "virtio-vga", "virtio-gpu-pci", "bochs-display"] {
+        let mut more = spec.clone();
+        more.devices.push(device(model, Vec::new()));
+        let why = build(&more, &site()).unwrap_err();
+        assert!(why.contains("several displays"), "{why}");
+    }
+    let why = refused(|spec| {
+        spec.devices
+            .push(device("VGA", vec![number("vgamem_mb", 65)]));
+    });
+    assert!(why.contains("vgamem_mb"), "{why}");
+}
+
+#[test]
 fn each_disk_is_on_one_device() {
     let why = refused(|spec| spec.devices[0].behind = Behind::Disk(1));
     assert!(why.contains("no disk 1"), "{why}");

@@ -54,7 +54,7 @@ impl Boot {
             false => "",
         };
         format!(
-            "[machines.web.build]\ncpus = 1\nkernel = {:?}\ninitrd = {:?}\nappend = \"console=ttyS0 quiet panic=-1\"\n{user}{more}\n",
+            "[machines.web.build]\ncpus = 1\naccelerator = \"tcg\"\nkernel = {:?}\ninitrd = {:?}\nappend = \"console=ttyS0 quiet panic=-1\"\n{user}{more}\n",
             self.path("kernel"),
             self.path("initrd")
         )
@@ -236,6 +236,12 @@ async fn what_is_not_built_stays() {
         .world
         .run("near", &dry_run)
         .fails(3, &[memory, way_out]);
+    let kvm = boot
+        .table("memory = \"128M\"")
+        .replace("accelerator = \"tcg\"\n", "");
+    expect(&mut sites, "far", &kvm);
+    let tcg = "executed by QEMU itself, not by KVM, and `accelerator` there is not \"tcg\"";
+    sites.world.run("near", &dry_run).fails(3, &[tcg, way_out]);
     let program = "memory = \"128M\"\nprogram = \"/bin/false\"";
     expect(&mut sites, "far", &boot.table(program));
     let why = Moving::begin(&sites, "near", "far", &[]).fails();
@@ -336,6 +342,19 @@ async fn what_a_peer_says_of_its_machine_is_not_trusted() {
     cpu.cpu = "-device".into();
     let mut kind = plain();
     kind.machine = "pc-q35-7.2,kernel=/etc/shadow".into();
+    let mut displays = plain();
+    for n in 0..2 {
+        displays.devices.push(Device {
+            model: "bochs-display".into(),
+            id: Some(format!("display{n}")),
+            bus: None,
+            properties: vec![Property {
+                name: "vgamem".into(),
+                value: Value::Number(64 << 20),
+            }],
+            behind: Behind::Usual,
+        });
+    }
     let mut memory = plain();
     (memory.memory.bytes, memory.memory.max_bytes) = (1 << 40, 1 << 40);
     for (spec, says) in [
@@ -343,6 +362,7 @@ async fn what_a_peer_says_of_its_machine_is_not_trusted() {
         (cpu, "-device"),
         (kind, "kernel=/etc/shadow"),
         (memory, "1099511627776"),
+        (displays, "several displays"),
         (with(property("serial", "a,drive=/etc/shadow")), "serial"),
         (with(property("serial", "/etc/shadow")), "serial"),
         (with(property("drive", "other")), "\"drive\""),
