@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_net::{Code, PeerKey, Refusal};
-use drover_store::{Catalog, ImageRecord, SiteCatalog, changes};
+use drover_store::{Catalog, CatalogError, Grant, ImageRecord, SiteCatalog, changes};
 use drover_teleport::Unfinished;
 use parking_lot::Mutex;
 use rustix::fs::statvfs;
@@ -174,6 +174,14 @@ impl Quotas {
     pub fn name_of(&self, key: &PeerKey) -> String {
         let peer = self.peers.peer_by_key(key).ok().flatten();
         peer.map_or_else(|| key.short(), |peer| peer.name)
+    }
+
+    /// What a peer may do now; none of one that is not known.
+    ///
+    /// # Errors
+    /// The catalog's.
+    pub fn peer_now(&self, key: &PeerKey) -> Result<Option<Grant>, CatalogError> {
+        Ok(self.peers.peer_by_key(key)?.map(|peer| peer.grant))
     }
 
     /// The bytes that a peer has taken, without the image `instead`.

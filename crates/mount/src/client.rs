@@ -104,6 +104,7 @@ impl Client {
             closing: AtomicBool::new(false),
             released: AtomicBool::new(false),
             stop: watch::Sender::new(false),
+            latest: AtomicU64::new(0),
             cut: watch::Sender::new(0),
             silent: RwLock::new(false),
             packer: Mutex::new(Packer::new()?),
@@ -119,6 +120,12 @@ impl Client {
         runtime.spawn(expire_requests(Arc::downgrade(&inner)));
         runtime.spawn(pace(Arc::downgrade(&inner), inner.paced.clone()));
         Ok(Self { inner })
+    }
+
+    /// The number of the latest link that was up; 0 if none was.
+    #[must_use]
+    pub fn latest_link(&self) -> u64 {
+        self.inner.latest.load(Ordering::Acquire)
     }
 
     /// The image's state when it was mounted.

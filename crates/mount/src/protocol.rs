@@ -197,6 +197,8 @@ pub struct HandOverLease {
     pub image: ImageName,
     /// The mount that holds it.
     pub mount: MountId,
+    /// The number of its latest link: the site refuses if the mount has come by a later one, of another process perhaps.
+    pub link: u64,
     /// Names this hand-over: the same request again has the same outcome.
     pub token: HandOverToken,
     /// The site that gets it; none for the only one that stands by.

@@ -144,6 +144,8 @@ pub struct LeaseTable {
     readers: HashMap<(PeerKey, MountId), Reader>,
     /// Mounts that are connected in order to take the write lease over.
     standbys: HashMap<(PeerKey, MountId), Who>,
+    /// The latest link by which the holder of the write lease came; 0 if none is known.
+    holder_link: u64,
     /// Recently closed mounts, with their last link: a late connection of that link does not reopen them.
     closed: VecDeque<(PeerKey, MountId, u64)>,
 }
@@ -166,6 +168,7 @@ impl LeaseTable {
             directory,
             readers: HashMap::new(),
             standbys: HashMap::new(),
+            holder_link: 0,
             closed: VecDeque::new(),
         })
     }
@@ -259,10 +262,11 @@ impl LeaseTable {
         }
         match self.record.holder.as_ref() {
             Some(holder) if holder.is(who) => {
-                return match access == Access::ReadWrite && holder.term != who.term {
-                    true => self.change_term(who.term),
-                    false => Ok(()),
-                };
+                if access == Access::ReadWrite && holder.term != who.term {
+                    self.change_term(who.term)?;
+                }
+                self.holder_link = self.holder_link.max(who.link);
+                return Ok(());
             }
             _ if access == Access::Standby => return self.stand_by(who),
             Some(holder) => return Err(Refusal::new(Code::Held, held(image, holder))),
@@ -335,6 +339,7 @@ impl LeaseTable {
         record.holder = Some(who.holder());
         record.last = record.holder.clone();
         self.keep(record)?;
+        self.holder_link = who.link;
         self.readers.remove(&own);
         self.standbys.remove(&own);
         Ok(())

@@ -317,7 +317,10 @@ impl Disk {
     /// When it stays, or it is not known whether it does.
     pub fn hand_over(&self, to: HandTo, commit: bool) -> Result<String> {
         match &self.lease {
-            Some(lease) if !self.device.capabilities().read_only => lease.hand_over(to, commit),
+            Some(lease) if !self.device.capabilities().read_only => {
+                let link = || self.client().map_or(0, Client::latest_link);
+                lease.hand_over(to, commit, &link)
+            }
             _ => bail!(
                 "{} has no write lease that could be handed over",
                 self.target

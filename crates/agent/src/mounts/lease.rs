@@ -82,17 +82,18 @@ impl Lease {
     }
 
     /// Hands the lease over, or only checks that this is possible; returns who gets it, nothing if that has taken place already.
-    /// Blocks.
+    /// `link` is the number of the mount's latest link, which may change meanwhile. Blocks.
     ///
     /// # Errors
     /// When it stays, or, with [`Code::Unavailable`], when it is not known whether it does: then it may be called again.
-    pub fn hand_over(&self, to: HandTo, commit: bool) -> Result<String> {
+    pub fn hand_over(&self, to: HandTo, commit: bool, link: &dyn Fn() -> u64) -> Result<String> {
         if self.was_handed_over() {
             return Ok(String::new());
         }
-        let ask = HandOverLease {
+        let ask = |link| HandOverLease {
             image: self.image.clone(),
             mount: self.mount,
+            link,
             token: self.token,
             to: match to {
                 HandTo::Any => None,
@@ -102,7 +103,7 @@ impl Lease {
         };
         let began = Instant::now();
         loop {
-            let answered = self.runtime.block_on(self.ask(&ask));
+            let answered = self.runtime.block_on(self.ask(&ask(link())));
             match answered {
                 Ok(who) => {
                     // Without a name it has taken place before.

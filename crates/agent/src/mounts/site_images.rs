@@ -172,6 +172,23 @@ impl Images for SiteImages {
         }
     }
 
+    fn allow_now(&self, name: &ImageName, peer: &Peer) -> Result<(), Refusal> {
+        if peer.key == self.own {
+            return self.allow(name, peer, Access::ReadWrite);
+        }
+        let now = self.quotas.peer_now(&peer.key);
+        let now = now.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
+        let rights = match now {
+            Some(now) if now.domain == self.domain => now.rights.of_peer(),
+            _ => Rights::STRANGER,
+        };
+        let peer = Peer {
+            rights,
+            ..peer.clone()
+        };
+        self.allow(name, &peer, Access::ReadWrite)
+    }
+
     fn may_be_written(&self, name: &ImageName, mount: MountId) -> Result<(), Refusal> {
         machines::may_be_written(&self.disks, name, Some(mount))?;
         replicas::may_be_written(&self.replicas, name)

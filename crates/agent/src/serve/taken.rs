@@ -25,8 +25,31 @@ impl Domain {
     /// The first.
     pub async fn take_away(&self, peers: &Arc<SiteCatalog>, own: PeerKey) -> Result<()> {
         let ended = self.end_shares(peers).await;
+        let refused = self.refuse_standbys(peers, own).await;
         let broken = self.break_leases(peers, own).await;
-        ended.and(broken)
+        ended.and(refused).and(broken)
+    }
+
+    /// Ends mounts that stand by for images that their peers may no longer change; `own` is the site's key.
+    ///
+    /// # Errors
+    /// The first.
+    async fn refuse_standbys(&self, peers: &Arc<SiteCatalog>, own: PeerKey) -> Result<()> {
+        let mut done = Ok(());
+        for (name, key, mount) in self.devices.standbys() {
+            if key == own {
+                continue;
+            }
+            match self.may_change(peers, key, &name).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.devices.refuse_standby(key, mount).await;
+                    tracing::info!(image = %name, peer = key.short(), "ended a mount that stood by, of a peer that may no longer write");
+                }
+                Err(e) => done = done.and(Err(e)),
+            }
+        }
+        done
     }
 
     /// Ends the sharing of images with peers that have left.

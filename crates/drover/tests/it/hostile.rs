@@ -203,6 +203,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&HandOverLease {
             image: of(),
             mount: MountId([1; 16]),
+            link: 1,
             token: [1; 16],
             to: None,
             commit: true,

@@ -60,6 +60,8 @@ pub struct Inner {
     /// The site has confirmed that the mount has ended.
     pub released: AtomicBool,
     pub stop: watch::Sender<bool>,
+    /// The number of the latest link that was up; 0 if none was.
+    pub latest: AtomicU64,
     /// Cuts the link with this number, as [`ClientState::ups`] counts: a request timed out.
     pub cut: watch::Sender<u64>,
     /// Set when the local side wants no more unsolicited notifications. Held while it is notified.

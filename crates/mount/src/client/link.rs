@@ -50,6 +50,7 @@ impl LiveLink {
         asked: Vec<Request>,
     ) -> Self {
         let mut running = JoinSet::new();
+        inner.latest.store(link, Ordering::Release);
         inner.connection_up(front, asked, &mut running);
         inner.up();
         Self {

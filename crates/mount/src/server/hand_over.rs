@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use drover_core::ImageName;
 use drover_net::{Code, Peer, PeerKey, Refusal};
-use drover_store::lease::{Access, MountId, Who};
+use drover_store::lease::{Access, Holder, Loss, MountId, Who};
 
-use super::Server;
 use super::blocking::blocking;
-use super::image::{Happened, Image};
+use super::image::{Happened, Image, WhyBroken};
+use super::{Mount, Server};
 use crate::protocol::{HandOverLease, LeaseSeen, LookAtLease};
 
 impl Server {
@@ -68,10 +69,10 @@ impl Server {
             let text = format!("{} has lost its connection; try again", heir.description());
             return Err(Refusal::new(Code::Unavailable, text));
         }
-        self.may_write(&ask.image, &heir.peer).await?;
+        self.may_write_now(&ask.image, &heir.peer).await?;
         let name = heir.description();
         if ask.commit {
-            self.commit_hand_over(image, peer, key, token, heir).await?;
+            self.commit_hand_over(image, peer, &ask, heir).await?;
         }
         Ok(name)
     }
@@ -80,10 +81,11 @@ impl Server {
         self: &Arc<Self>,
         image: Arc<Image>,
         peer: Peer,
-        key: (PeerKey, MountId),
-        token: [u8; 16],
+        ask: &HandOverLease,
         heir: Who,
     ) -> Result<(), Refusal> {
+        let (key, token, link) = ((peer.key, ask.mount), ask.token, ask.link);
+        let heirs = heir.peer.clone();
         let to = (heir.peer.key, heir.mount);
         let (happened, taken) = (
             Happened::HandedOver {
@@ -95,7 +97,7 @@ impl Server {
         // It counts as gone until it joins as the writer.
         self.config.absences.left(to, Instant::now());
         let handed = blocking(move || {
-            image.hand_over(key.0, key.1, token, &heir)?;
+            image.hand_over(key.0, key.1, link, token, &heir)?;
             image.happened(&happened);
             Ok(())
         });
@@ -106,6 +108,14 @@ impl Server {
         handed?;
         self.config.absences.forget(&key);
         self.end_connections(key).await;
+        // Whoever took its right away before it got the lease had none to break.
+        if self.may_write_now(&ask.image, &heirs).await.is_err() {
+            let its = move |holder: &Holder| {
+                ((PeerKey(holder.peer), holder.mount) == to).then_some(Loss::Revoked)
+            };
+            let why = WhyBroken::RightLost;
+            self.end_lease(&ask.image, why, its).await?;
+        }
         // Which tells it to look.
         self.end_connections(to).await;
         Ok(())
@@ -126,12 +136,49 @@ impl Server {
         }
     }
 
+    /// The mounts that stand by, and for which images. Does no disk I/O.
+    #[must_use]
+    pub fn standbys(&self) -> Vec<(ImageName, PeerKey, MountId)> {
+        let state = self.state.lock();
+        let standing = |mount: &&Mount| mount.access == Access::Standby;
+        let mounts = state.mounts.iter().filter(|(_, mount)| standing(mount));
+        mounts
+            .map(|((peer, id), mount)| (mount.image.name().clone(), *peer, *id))
+            .collect()
+    }
+
+    /// A mount that stands by may do so no more: it is told, and its connections end.
+    pub async fn refuse_standby(&self, peer: PeerKey, mount: MountId) {
+        let (image, connections) = {
+            let state = self.state.lock();
+            let Some(mount) = state.mounts.get(&(peer, mount)) else {
+                return;
+            };
+            (Arc::clone(&mount.image), mount.connections.clone())
+        };
+        // At once: nothing is handed over to it any more.
+        let ended = blocking(move || {
+            image.end_standby(peer, mount, u64::MAX);
+            Ok(())
+        });
+        // Fails only when the runtime ends.
+        let _ = ended.await;
+        let standing = connections.into_iter();
+        for connection in standing.filter(|connection| connection.access == Access::Standby) {
+            let text = "your site may not write this image any more: it does not stand by for it";
+            tokio::spawn(async move { connection.end(Refusal::new(Code::Denied, text)).await });
+        }
+    }
+
+    /// Checks that a peer may write an image by the rights that it has now.
+    async fn may_write_now(&self, name: &ImageName, peer: &Peer) -> Result<(), Refusal> {
+        let images = Arc::clone(&self.config.images);
+        let (name, peer) = (name.clone(), peer.clone());
+        blocking(move || images.allow_now(&name, &peer)).await
+    }
+
     /// Checks that a peer may write an image.
-    async fn may_write(
-        self: &Arc<Self>,
-        name: &drover_core::ImageName,
-        peer: &Peer,
-    ) -> Result<(), Refusal> {
+    async fn may_write(self: &Arc<Self>, name: &ImageName, peer: &Peer) -> Result<(), Refusal> {
         let images = Arc::clone(&self.config.images);
         let (name, peer) = (name.clone(), peer.clone());
         blocking(move || images.allow(&name, &peer, Access::ReadWrite)).await

@@ -54,6 +54,15 @@ pub trait Images: Send + Sync {
     /// [`Refusal`].
     fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal>;
 
+    /// Checks that a peer may write this image by the rights that it has now, which may be other than in `peer`: those are of when
+    /// it connected. Called like [`Images::open`].
+    ///
+    /// # Errors
+    /// [`Refusal`].
+    fn allow_now(&self, name: &ImageName, peer: &Peer) -> Result<(), Refusal> {
+        self.allow(name, peer, Access::ReadWrite)
+    }
+
     /// Checks that an image may be written here, by a mount that does not hold its write lease: one that has moved to another
     /// site may not. Called like [`Images::open`].
     ///

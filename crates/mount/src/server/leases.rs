@@ -135,7 +135,7 @@ impl Server {
     }
 
     /// Breaks the writer's lease of an image if `how` says how its holder loses it; returns the holder.
-    async fn end_lease(
+    pub(super) async fn end_lease(
         self: &Arc<Self>,
         name: &ImageName,
         why: WhyBroken,

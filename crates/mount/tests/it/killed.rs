@@ -78,6 +78,13 @@ impl Mortal {
 
     /// It ends, and a new one begins with what is left: all files if it is killed, what was synced if the power fails.
     pub fn ends(&mut self, near: &Near, power: Option<u64>) {
+        self.stops(near, power);
+        near.now(self.server.clone());
+        near.down.store(false, Ordering::Relaxed);
+    }
+
+    /// The same, and whoever used it does not come back.
+    pub fn stops(&mut self, near: &Near, power: Option<u64>) {
         // First: a site that sees its connections end flushes.
         self.fake.cut_power_at(self.fake.steps());
         near.down.store(true, Ordering::Relaxed);
@@ -88,8 +95,6 @@ impl Mortal {
         };
         let images = OnFake(self.fake.clone(), self.ask.clone());
         self.server = serve(Arc::new(images), self.state.path());
-        near.now(self.server.clone());
-        near.down.store(false, Ordering::Relaxed);
     }
 }
 

@@ -108,6 +108,7 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
             Near::new(site.server.clone()),
             Near::new(site.server.clone()),
         );
+        let mut here = here;
         let look = |site: &Mortal, peer| {
             let ask = LookAtLease {
                 image: name("web"),
@@ -116,13 +117,13 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
             };
             runtime.block_on(site.server.look_at_lease(peer, ask))
         };
-        let writer = RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
+        let mut writer = RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
         let mut model = content(SIZE, seed);
         writer.write(0, &model).unwrap();
         let mut standby = Standby::new(seed);
         standby.begin(&runtime, &there, || look(&site, &there.peer).unwrap());
         for _ in 0..random.usize(10..60) {
-            match random.u8(..20) {
+            match random.u8(..22) {
                 0..8 => {
                     // Only half of the disk in every other run: the rest of the cache is kept.
                     let most = SIZE >> (seed % 2);
@@ -147,6 +148,20 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
                     standby.dies(random.bool().then(|| random.u64(..)));
                     standby.begin(&runtime, &there, || look(&site, &there.peer).unwrap());
                 }
+                11 | 12 => {
+                    // Its process is killed, and the site loses power: nobody repeats what was not flushed.
+                    there.down.store(true, Ordering::Relaxed);
+                    there.cut();
+                    site.stops(&here, Some(random.u64(..)));
+                    drop(writer);
+                    here = Near::again(site.server.clone(), here.peer.clone());
+                    writer =
+                        RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
+                    insist(seed, || writer.read(0, &mut model));
+                    there.now(site.server.clone());
+                    there.down.store(false, Ordering::Relaxed);
+                    soon("it stands by again", || look(&site, &there.peer).is_ok());
+                }
                 _ => {
                     // Whatever it gets: nobody sees it.
                     let device = standby.device.as_ref().unwrap();
@@ -159,6 +174,7 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
         let hand_over = || HandOverLease {
             image: name("web"),
             mount: MountId([1; 16]),
+            link: u64::MAX,
             token: [seed as u8; 16],
             to: Some(there.peer.key),
             commit: true,
@@ -214,6 +230,44 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
 }
 
 #[test]
+fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(SIZE, 1)));
+    let (here, there) = (
+        Near::new(site.server.clone()),
+        Near::new(site.server.clone()),
+    );
+    let killed = open(&runtime, &here, options(Access::ReadWrite, 1));
+    let _standby = open(&runtime, &there, options(Access::Standby, 2));
+    let hand_over = |link| {
+        let ask = HandOverLease {
+            image: name("web"),
+            mount: MountId([1; 16]),
+            link,
+            token: [1; 16],
+            to: None,
+            commit: true,
+        };
+        let done = runtime.block_on(site.server.hand_over(&here.peer, ask));
+        done.map_err(|refusal| refusal.code)
+    };
+    let link = killed.latest_link();
+    here.down.store(true, Ordering::Relaxed);
+    here.cut();
+    drop(killed);
+    // It is mounted again before the site comes to its request.
+    let again = Near::again(site.server.clone(), here.peer.clone());
+    let client = open(&runtime, &again, options(Access::ReadWrite, 1));
+    let writer = RemoteDevice::new(Arc::clone(&client));
+    writer.write(0, &[6; 512]).unwrap();
+    assert_eq!(hand_over(link), Err(Code::Unavailable));
+    writer.write(512, &[6; 512]).unwrap();
+    writer.flush().unwrap();
+    assert_eq!(hand_over(client.latest_link()).as_deref(), Ok("nantes"));
+}
+
+#[test]
 fn a_lease_is_handed_over_only_to_one_that_stands_by() {
     let runtime = runtime();
     let _inside = runtime.enter();
@@ -228,6 +282,7 @@ fn a_lease_is_handed_over_only_to_one_that_stands_by() {
         let ask = HandOverLease {
             image: name("web"),
             mount: MountId([mount; 16]),
+            link: u64::MAX,
             token: [1; 16],
             to,
             commit,

@@ -61,15 +61,17 @@ impl LeaseTable {
     }
 
     /// The holder's lease passes to `to`, which stands by: durable when it returns. Does nothing when this hand-over, named by
-    /// its token, has taken place already.
+    /// its token, has taken place already. `link` is the latest link of the process that asked for it: one that has come since may
+    /// have written what the other knew nothing of.
     ///
     /// # Errors
-    /// [`Code::Lost`]: the mount does not hold the lease; [`Code::OutOfOrder`]: `to` does not stand by; or the lease cannot be
-    /// written, and stays.
+    /// [`Code::Lost`]: the mount does not hold the lease; [`Code::Unavailable`]: it has come by a later link;
+    /// [`Code::OutOfOrder`]: `to` does not stand by; or the lease cannot be written. It stays.
     pub fn hand_over(
         &mut self,
         peer: PeerKey,
         mount: MountId,
+        link: u64,
         token: HandOverToken,
         to: &Who,
     ) -> Result<(), Refusal> {
@@ -85,6 +87,10 @@ impl LeaseTable {
             let text = format!("this mount does not hold the write lease of {}", self.image);
             return Err(Refusal::new(Code::Lost, text));
         };
+        if link < self.holder_link {
+            let text = format!("the mount of {} has connected again meanwhile", self.image);
+            return Err(Refusal::new(Code::Unavailable, text));
+        }
         let key = (to.peer.key, to.mount);
         if !self.standbys.contains_key(&key) {
             let text = format!("{} does not stand by for {}", to.description(), self.image);
@@ -101,6 +107,7 @@ impl LeaseTable {
         record.holder = Some(to.holder());
         record.last = record.holder.clone();
         self.keep(record)?;
+        self.holder_link = 0;
         self.standbys.remove(&key);
         Ok(())
     }

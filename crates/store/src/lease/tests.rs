@@ -497,7 +497,7 @@ proptest! {
                 }
                 Step::HandOver(from, to, token) => {
                     let (key, mount) = (who(from).peer.key, who(from).mount);
-                    let outcome = leases.hand_over(key, mount, [token; 16], &who(to));
+                    let outcome = leases.hand_over(key, mount, u64::MAX, [token; 16], &who(to));
                     let holds = holder.is_some_and(|(n, _)| n == from);
                     let expected = match () {
                         () if done.contains(&(from, token)) => Ok(()),
@@ -519,6 +519,34 @@ proptest! {
             prop_assert_eq!(stored.holder(), leases.holder(), "it is durable");
         }
     }
+}
+
+#[test]
+fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
+    let place = Place::new();
+    let mut leases = place.leases();
+    let by = |link, n| Who { link, ..who(n) };
+    let enter = |leases: &mut LeaseTable, who: &Who, access| {
+        leases.enter(who, access, at(0), &|_| false).unwrap();
+    };
+    enter(&mut leases, &by(5, 1), Access::ReadWrite);
+    enter(&mut leases, &by(1, 2), Access::Standby);
+    // Its process is killed, and mounted again while the request waits.
+    enter(&mut leases, &by(8, 1), Access::ReadWrite);
+    let hand_over = |leases: &mut LeaseTable, link| {
+        let (key, mount) = (who(1).peer.key, who(1).mount);
+        let done = leases.hand_over(key, mount, link, [1; 16], &who(2));
+        done.map_err(|refusal| refusal.code)
+    };
+    assert_eq!(hand_over(&mut leases, 5), Err(Code::Unavailable));
+    assert!(leases.is_held_by(who(1).peer.key, who(1).mount));
+    assert_eq!(hand_over(&mut leases, 8), Ok(()));
+    assert!(leases.is_held_by(who(2).peer.key, who(2).mount));
+    // The links of one holder say nothing about the next.
+    enter(&mut leases, &by(2, 2), Access::ReadWrite);
+    enter(&mut leases, &by(1, 3), Access::Standby);
+    let (key, mount) = (who(2).peer.key, who(2).mount);
+    leases.hand_over(key, mount, 2, [2; 16], &who(3)).unwrap();
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Peers that go on with what they have begun when they may no longer.
 
-use drover_mount::protocol::{ConnectionKind, MIN_CHUNK, Open};
+use drover_mount::protocol::{ConnectionKind, HandOverLease, MIN_CHUNK, Open};
 use drover_store::lease::{Access, MountId};
 
 use super::*;
@@ -45,12 +45,16 @@ impl Held {
 }
 
 fn mount(number: u8, name: &str) -> Vec<u8> {
+    mount_for(number, name, Access::ReadWrite)
+}
+
+fn mount_for(number: u8, name: &str, access: Access) -> Vec<u8> {
     encode_call(&Open {
         mount: MountId([number; 16]),
         connection: ConnectionKind::Front,
         link: 1,
         image: ImageName::new(name).unwrap(),
-        access: Access::ReadWrite,
+        access,
         chunk: MIN_CHUNK,
         expected: None,
         note: "hostile".into(),
@@ -119,6 +123,46 @@ fn without_the_right_to_write_a_lease_is_broken_and_reading_goes_on() {
         let refusal = peer.refused(&mount(2, "own.img")).await;
         assert!(refusal.message.contains("--can read,write"), "{refusal}");
         peer.ask(&ListImages).await.unwrap();
+    });
+}
+
+#[test]
+fn without_the_right_to_write_a_mount_that_stands_by_gets_no_lease() {
+    let world = World::new();
+    let (_site, heir) = site_and_peer(&world, "read,write");
+    let writer = joins(&world, &["--can", "read,write"]);
+    run(async {
+        writer.pair("writer", vec![]).await.unwrap();
+        let _mount = Held::open(&writer, &mount(1, "own.img")).await;
+        let stand_by = mount_for(2, "own.img", Access::Standby);
+        let mut standing = Held::open(&heir, &stand_by).await;
+        let hand_over = |commit| HandOverLease {
+            image: ImageName::new("own.img").unwrap(),
+            mount: MountId([1; 16]),
+            link: 1,
+            token: [1; 16],
+            to: None,
+            commit,
+        };
+        assert_eq!(
+            writer.ask(&hand_over(false)).await.unwrap(),
+            "web (hostile)"
+        );
+        world
+            .run("far", &["peers", "set", "web", "--can", "read"])
+            .ok();
+        // Also before the site has told the other.
+        let refusal = writer.refused(&encode_call(&hand_over(true))).await;
+        assert!(
+            matches!(refusal.code, Code::Denied | Code::OutOfOrder),
+            "{refusal}"
+        );
+        standing.is_cut().await;
+        let refusal = writer.refused(&encode_call(&hand_over(true))).await;
+        assert_eq!(refusal.code, Code::OutOfOrder, "{refusal}");
+        assert_eq!(heir.refused(&stand_by).await.code, Code::Denied);
+        let leases = world.run("far", &["mounts", "leases", "--json"]).ok();
+        assert_eq!(leases.json()[0]["writer"]["peer"], "writer");
     });
 }
 

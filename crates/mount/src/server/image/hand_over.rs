@@ -36,7 +36,13 @@ impl Image {
         // Writers need them while the point waits for their writes.
         drop(leases);
         let summary = match self.generations().filter(|_| is_recorded) {
-            Some(generations) => generations.point().map_err(|e| refusal_of(e.into()))?,
+            Some(generations) => {
+                let summary = generations.point().map_err(|e| refusal_of(e.into()))?;
+                // What was written before the point is read after it, and is not dropped: it must not change back when the site
+                // loses power.
+                self.device().flush().map_err(refusal_of)?;
+                summary
+            }
             None => None,
         };
         Ok(LeaseSeen {
@@ -68,18 +74,20 @@ impl Image {
     /// Hands the lease over, durably.
     ///
     /// # Errors
-    /// As [`LeaseTable::hand_over`], or the disk's.
+    /// As [`LeaseTable::hand_over`], the site's refusal of the mount that would get it, or the disk's.
     pub fn hand_over(
         &self,
         peer: PeerKey,
         mount: MountId,
+        link: u64,
         token: HandOverToken,
         to: &Who,
     ) -> Result<(), Refusal> {
         self.settle();
         self.device().flush().map_err(refusal_of)?;
         let mut leases = self.leases_soon()?;
-        leases.hand_over(peer, mount, token, to)?;
+        self.images.allow_now(&self.name, &to.peer)?;
+        leases.hand_over(peer, mount, link, token, to)?;
         // So that the map is believed after a crash of the site; if not, the next writer's cache is empty.
         if let Some(generations) = self.generations() {
             let now = Identity {
