@@ -136,8 +136,8 @@ impl ReadAt for Content {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
     use std::process::{Command, Stdio};
-    use std::time::{Duration, Instant};
 
     use super::*;
     use crate::generations::Comparison;
@@ -174,14 +174,19 @@ mod tests {
             .args(["-f", "qcow2"])
             .arg(&path)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let begun = Instant::now();
-        while !matches!(begin_in_file(&path), Err(InFileError::InUse(_))) {
-            assert!(begun.elapsed() < Duration::from_secs(60));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        // It has it when it has read: before, our own lock would keep it out.
+        qemu.stdin
+            .as_mut()
+            .unwrap()
+            .write_all(b"read 0 512\n")
+            .unwrap();
+        let mut said = BufReader::new(qemu.stdout.take().unwrap()).lines();
+        assert!(said.any(|line| line.unwrap().contains("read 512/512")));
+        let refused = begin_in_file(&path);
+        assert!(matches!(refused, Err(InFileError::InUse(_))), "{refused:?}");
         drop(qemu.stdin.take());
         qemu.wait().unwrap();
         assert_eq!(of_file(&path), None, "it was opened for writing");
