@@ -30,6 +30,9 @@ seed plan_decode answer '\12\0\1\1\12\0\0'
 seed plan_decode freed '\0\0\5\3\1\2\3'
 # A block of part 0 is left, all was said, and it arrives as zeros.
 seed program_frames left '\10\4\0\0\1\1\1\11\2\0ok\0\6\0\0\200\40\200\40\2'
+# A round of two disks begins and is complete, the next one has one disk, and the replica takes over.
+asked="\\3web$(zeros 16)\\1"
+seed replica_calls round "\\1\\0\\31\\0$asked\\2\\0\\0\\0\\1\\126\\0\\3web\\1$(zeros 16)\\2$(zeros 64)\\0\\30\\0$asked\\1\\0\\0\\3\\0\\0"
 # Seven slots from 5 on are pending from image 2, and three of them no more.
 seed pending_journal two "\\1\\0\\0\\0\\7\\0\\0\\0\\5$(zeros 7)\\2$(zeros 7)\\12$(zeros 31)\\2\\0\\0\\0\\3\\0\\0\\0\\6$(zeros 47)"
 seed need_decode need '\2\5\3\11\1'

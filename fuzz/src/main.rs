@@ -27,6 +27,7 @@ mod pending_journal;
 mod plan_decode;
 mod program_frames;
 mod qmp_messages;
+mod replica_calls;
 mod roles;
 mod transfer_log;
 
@@ -61,6 +62,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("plan_decode", plan_decode::run),
     ("program_frames", program_frames::run),
     ("qmp_messages", qmp_messages::run),
+    ("replica_calls", replica_calls::run),
     ("roles", roles::run),
     ("transfer_log", transfer_log::run),
 ];

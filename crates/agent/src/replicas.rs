@@ -68,7 +68,7 @@ pub struct ReplicaInfo {
     pub peer: String,
     /// The moment of the newest complete point.
     pub moment_ms: Option<u64>,
-    /// How long ago that was, in seconds: what would be lost now.
+    /// How long ago that was, in seconds: what would be lost now. None if this site's clock was set back behind it.
     pub age_seconds: Option<u64>,
     /// Seconds from one round to the next.
     pub every_seconds: Option<u64>,
@@ -93,8 +93,9 @@ pub fn now_ms() -> u64 {
     })
 }
 
+/// Not known of a moment that is still to come: the clock was set back.
 fn age(moment_ms: Option<u64>, now: u64) -> Option<u64> {
-    Some(now.saturating_sub(moment_ms?) / 1000)
+    Some(now.checked_sub(moment_ms?)? / 1000)
 }
 
 fn of_kept(name: &ImageName, replica: &Replica, now: u64) -> ReplicaInfo {
@@ -295,4 +296,16 @@ pub fn sent_key(name_there: &ImageName, peer: &drover_net::PeerKey) -> Result<Im
         .map(|byte| format!("{byte:02x}"))
         .collect();
     Ok(ImageName::new(format!("{name_there}@{key}"))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_is_not_made_up_after_a_clock_was_set_back() {
+        assert_eq!(age(Some(1000), 61_000), Some(60));
+        assert_eq!(age(Some(61_000), 1000), None);
+        assert_eq!(age(None, 1000), None);
+    }
 }

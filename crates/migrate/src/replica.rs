@@ -142,7 +142,7 @@ impl Replication {
     /// Makes a round.
     ///
     /// # Errors
-    /// When it is not complete: the point before remains. [`Code::Lost`]: the replica has taken over.
+    /// When it is not complete: the point before remains. `Lost`: the replica has taken over.
     pub async fn round(
         &mut self,
         on_event: OnSend,

@@ -23,6 +23,9 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 64 << 10,
 };
 
+/// Upper bound on an encoded record, in bytes: what its file holds beside magic, version and checksum.
+pub const MAX_RECORD_BYTES: usize = (64 << 10) - 44;
+
 /// Upper bound on the name of a device, in bytes.
 const MAX_DEVICE: usize = 200;
 

@@ -322,6 +322,7 @@ impl OfSite {
             for image in point.images.iter().filter(|_| is_new) {
                 self.domain.site.give(&image.name, None)?;
             }
+            crash("replica-given");
             // From here on no round is accepted.
             records.store(name, &over).map_err(Error::Refused)
         });

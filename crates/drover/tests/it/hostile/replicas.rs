@@ -195,3 +195,30 @@ fn a_failover_is_confirmed_fences_its_source_and_needs_no_free_byte() {
     assert_eq!(source.begin("web", 1).unwrap_err().code, Code::Lost);
     assert_eq!(known(world, first.images[0].as_str()), point);
 }
+
+#[test]
+fn a_failover_that_was_killed_half_way_has_not_happened() {
+    let world = World::new();
+    let serve = ["serve", "--listen", "127.0.0.1:0"];
+    let mut site = world.process_with("far", &serve, &[("DROVER_TEST_CRASH", "replica-given")]);
+    pair(&world, "near", &[]);
+    let source = Source::new(&world, "near", 1);
+    let first = source.round("web", 1);
+    let killed = world.run("far", &["failover", "web", "--yes"]);
+    assert_ne!(killed.code, Some(0));
+    site.wait();
+    let site = world.serve("far", &[]);
+    let listed = world.run("far", &["replicate", "--list", "--json"]).ok();
+    assert_eq!(listed.json()[0]["state"], "kept");
+    // Its source goes on, and what the failover had made this site's own is removed like any older state.
+    let address = site.ticket.parse::<Ticket>().unwrap().addresses;
+    world
+        .run("near", &["peers", "set", "far", "--address", &address[0]])
+        .ok();
+    let source = Source::new(&world, "near", 1);
+    let second = source.round("web", 2);
+    assert_ne!(first.images, second.images);
+    assert_eq!(known(&world, first.images[0].as_str()), None);
+    let done = over(&world, &["--yes"]);
+    assert_eq!(done["images"][0], second.images[0].as_str());
+}
