@@ -207,14 +207,12 @@ fn a_failover_that_was_killed_half_way_has_not_happened() {
     let killed = world.run("far", &["failover", "web", "--yes"]);
     assert_ne!(killed.code, Some(0));
     site.wait();
-    let site = world.serve("far", &[]);
+    let _site = world.serve("far", &[]);
     let listed = world.run("far", &["replicate", "--list", "--json"]).ok();
     assert_eq!(listed.json()[0]["state"], "kept");
     // Its source goes on, and what the failover had made this site's own is removed like any older state.
-    let address = site.ticket.parse::<Ticket>().unwrap().addresses;
-    world
-        .run("near", &["peers", "set", "far", "--address", &address[0]])
-        .ok();
+    // At its new address.
+    pair(&world, "near", &[]);
     let source = Source::new(&world, "near", 1);
     let second = source.round("web", 2);
     assert_ne!(first.images, second.images);
