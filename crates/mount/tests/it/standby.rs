@@ -230,6 +230,75 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
 }
 
 #[test]
+fn what_was_read_after_a_point_does_not_change_back_when_the_site_loses_power() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    for seed in 0..8 {
+        let mut site = Mortal::new(seed);
+        let (here, there) = (
+            Near::new(site.server.clone()),
+            Near::new(site.server.clone()),
+        );
+        let look = |site: &Mortal| {
+            let ask = LookAtLease {
+                image: name("web"),
+                mount: MountId([2; 16]),
+                point: true,
+            };
+            runtime.block_on(site.server.look_at_lease(&there.peer, ask))
+        };
+        let writer = RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
+        writer.write(0, &vec![1; SIZE]).unwrap();
+        writer.flush().unwrap();
+        writer.write(0, &vec![2; SIZE]).unwrap();
+        let mut standby = Standby::new(seed);
+        standby.begin(&runtime, &there, || look(&site).unwrap());
+        let device = standby.device.take().unwrap();
+        device.read(0, &mut vec![0; SIZE]).unwrap();
+        there.down.store(true, Ordering::Relaxed);
+        there.cut();
+        // Its process is killed too: nobody repeats what was not flushed.
+        site.stops(&here, Some(seed));
+        drop(writer);
+        let here = Near::again(site.server.clone(), here.peer.clone());
+        let writer = RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
+        let mut model = vec![0; SIZE];
+        writer.read(0, &mut model).unwrap();
+        there.now(site.server.clone());
+        there.down.store(false, Ordering::Relaxed);
+        soon("it stands by again", || look(&site).is_ok());
+        writer.flush().unwrap();
+        let ask = HandOverLease {
+            image: name("web"),
+            mount: MountId([1; 16]),
+            link: u64::MAX,
+            token: [1; 16],
+            to: None,
+            commit: true,
+        };
+        runtime
+            .block_on(site.server.hand_over(&here.peer, ask))
+            .unwrap();
+        device.close(false).unwrap();
+        drop((device, standby.client.take()));
+        let seen = look(&site).unwrap();
+        if seen
+            .written_since(standby.since.as_ref().unwrap())
+            .is_none()
+        {
+            continue;
+        }
+        standby.drop_old(&seen);
+        let client = open(&runtime, &there, options(Access::ReadWrite, 2));
+        standby.open(client, Order::None);
+        let mut found = vec![0; SIZE];
+        let device = standby.device.take().unwrap();
+        device.read(0, &mut found).unwrap();
+        assert!(found == model, "seed {seed}: it reads what the disk lost");
+    }
+}
+
+#[test]
 fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
     let runtime = runtime();
     let _inside = runtime.enter();
