@@ -49,6 +49,7 @@ pub use leases::{Leased, lease_on_disk};
 use blocking::blocking;
 use connection::{Connection, LinkShared, Running};
 use counters::Counters;
+use hand_over::Standing;
 use image::Image;
 use pool::Pool;
 
@@ -306,9 +307,12 @@ impl Server {
             note: open.note.clone(),
             term,
         };
-        let admitted = match open.connection {
-            ConnectionKind::Front => Some(self.admit_for_good(peer, &image, who, &open).await?),
-            _ => None,
+        let (admitted, standing) = match open.connection {
+            ConnectionKind::Front => {
+                let (admitted, standing) = self.admit_for_good(peer, &image, who, &open).await?;
+                (Some(admitted), standing)
+            }
+            _ => (None, None),
         };
         let Joined {
             connection,
@@ -316,6 +320,9 @@ impl Server {
             earlier,
             reported: (mut identity, fresh),
         } = self.join(peer, &open, image, shape, admitted)?;
+        if let Some(standing) = standing {
+            standing.joined();
+        }
         self.joined.notify_waiters();
         if is_first {
             let opened = Happened::Opened {
@@ -365,11 +372,13 @@ impl Server {
         image: &Arc<Image>,
         who: Who,
         open: &Open,
-    ) -> Result<(Identity, bool), Refusal> {
+    ) -> Result<((Identity, bool), Option<Standing>), Refusal> {
         let (server, peer, image) = (self.clone(), peer.clone(), image.clone());
         let open = open.clone();
         let admission = tokio::spawn(async move {
             let admitted = server.admit(&image, who, &open).await?;
+            let standing = (open.access == Access::Standby)
+                .then(|| Standing::new(&image, (peer.key, open.mount), open.link));
             // Whoever took the permission away before the lease was granted had no lease to break.
             if let Err(refusal) = server.allow(&peer, &open).await {
                 let (key, mount, link) = (peer.key, open.mount, open.link);
@@ -377,7 +386,7 @@ impl Server {
                 server.config.absences.forget(&(key, mount));
                 return Err(refusal);
             }
-            Ok(admitted)
+            Ok((admitted, standing))
         });
         let ended = |_| Refusal::new(Code::Failed, "the site is stopping");
         admission.await.map_err(ended)?

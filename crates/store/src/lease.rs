@@ -268,8 +268,10 @@ impl LeaseTable {
                 self.holder_link = self.holder_link.max(who.link);
                 return Ok(());
             }
-            _ if access == Access::Standby => return self.stand_by(who),
-            Some(holder) => return Err(Refusal::new(Code::Held, held(image, holder))),
+            Some(holder) if access != Access::Standby || holder.note == MERGE_NOTE => {
+                return Err(Refusal::new(Code::Held, held(image, holder)));
+            }
+            Some(_) => return self.stand_by(who),
             None => {}
         }
         self.forget_readers(now, connected);

@@ -496,6 +496,13 @@ impl Daemon {
             self.push_all(limit)?;
         }
         if let (Some(to), [disk]) = (how.hand_over, self.disks.as_slice()) {
+            // A front end that was detached while in use may have written since.
+            if disk.dirty() > 0 && !disk.was_handed_over() {
+                bail!(
+                    "{} written after the last push, while it was being handed over; nothing is lost: end what uses it, and hand it over again",
+                    bytes(disk.dirty())
+                );
+            }
             disk.hand_over(to, true)?;
         }
         let flushed: Vec<_> = self.disks.iter().map(Disk::flush_local).collect();
@@ -514,7 +521,11 @@ impl Daemon {
         }
         let mut left = self.clear_away(how, left);
         if let Some(to) = to.filter(|to| !to.is_empty()) {
-            left.here = format!("its write lease was handed over to {}", clean(&to));
+            let handed_over = format!("its write lease was handed over to {}", clean(&to));
+            left.here = match left.here.is_empty() {
+                true => handed_over,
+                false => format!("{handed_over}; {}", left.here),
+            };
         }
         let lost: Vec<_> = flushed.iter().filter_map(|f| f.as_ref().err()).collect();
         if lost.is_empty() {
@@ -587,10 +598,11 @@ impl Daemon {
         // A front end that was detached while in use may have written after the last push.
         if left > 0 && !how.discard {
             self.note_unmounted();
-            return Left::here(format!(
-                "{} not pushed; the next mount there pushes it",
-                bytes(left)
-            ));
+            let then = match self.has_handed_over() {
+                true => "it was written after the lease was handed over, and stays in the cache",
+                false => "the next mount there pushes it",
+            };
+            return Left::here(format!("{} not pushed; {then}", bytes(left)));
         }
         if how.offline {
             self.note_unmounted();

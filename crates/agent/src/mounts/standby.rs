@@ -333,12 +333,23 @@ impl Waits {
             }
             Left::here(text)
         };
-        match self.lease.look(false).await {
+        let began = Instant::now();
+        let seen = loop {
+            match self.lease.look(false).await {
+                // Its connections may not have ended there yet.
+                Ok(seen) if !seen.held && began.elapsed() < REPLY_LIMIT => sleep(AGAIN).await,
+                seen => break seen,
+            }
+        };
+        match seen {
             Err(e) if e.code() == Some(Code::OutOfOrder) => {}
-            Ok(_) => {
+            Ok(seen) if seen.held => {
                 return keep(
                     "the write lease was handed over to it: mount or unmount it again".into(),
                 );
+            }
+            Ok(_) => {
+                return keep("the site still lists it as standing by: unmount it again".into());
             }
             Err(e) => {
                 return keep(format!(

@@ -8,11 +8,16 @@ use super::{LeaseTable, Who, unix_now};
 /// Upper bound on mounts that stand by for an image.
 const MAX_STANDBYS: usize = 16;
 
+/// Upper bound on those of one peer.
+const MAX_PEER_STANDBYS: usize = 4;
+
 impl LeaseTable {
     /// Admits a mount that stands by. Nothing is recorded: it is known as long as it is connected.
     pub(super) fn stand_by(&mut self, who: &Who) -> Result<(), Refusal> {
         let key = (who.peer.key, who.mount);
-        if !self.standbys.contains_key(&key) && self.standbys.len() >= MAX_STANDBYS {
+        let of_peer = self.standbys.keys().filter(|(peer, _)| *peer == key.0);
+        let is_full = self.standbys.len() >= MAX_STANDBYS || of_peer.count() >= MAX_PEER_STANDBYS;
+        if !self.standbys.contains_key(&key) && is_full {
             let text = format!("too many mounts stand by for {}", self.image);
             return Err(Refusal::new(Code::Busy, text));
         }

@@ -522,6 +522,33 @@ proptest! {
 }
 
 #[test]
+fn nobody_begins_to_stand_by_during_a_merge_and_no_peer_takes_all_places() {
+    let place = Place::new();
+    let mut leases = place.leases();
+    let stand_by = |leases: &mut LeaseTable, peer, mount| {
+        let who = Who {
+            mount: MountId([mount; 16]),
+            ..who(peer)
+        };
+        let entered = leases.enter(&who, Access::Standby, at(0), &|_| true);
+        entered.map_err(|refusal| refusal.code)
+    };
+    let site = Who {
+        note: MERGE_NOTE.into(),
+        ..who(9)
+    };
+    leases.claim(&site, at(0), &|_| false).unwrap();
+    assert_eq!(stand_by(&mut leases, 1, 1), Err(Code::Held));
+    leases.close(site.peer.key, site.mount, 1).unwrap();
+    for mount in 1..=4 {
+        assert_eq!(stand_by(&mut leases, 1, mount), Ok(()));
+    }
+    assert_eq!(stand_by(&mut leases, 1, 5), Err(Code::Busy));
+    assert_eq!(stand_by(&mut leases, 1, 4), Ok(()), "again");
+    assert_eq!(stand_by(&mut leases, 2, 5), Ok(()));
+}
+
+#[test]
 fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
     let place = Place::new();
     let mut leases = place.leases();
