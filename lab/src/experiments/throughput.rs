@@ -141,10 +141,13 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
                 continue;
             }
             fs::create_dir_all(&job.dir)?;
-            let missing = names[0]
-                .split(' ')
-                .next()
-                .filter(|p| !p.starts_with("drover") && !shell::have(p));
+            let program = names[0].split(' ').next();
+            // zstd is carried by socat.
+            let carrier = (program == Some("zstd")).then_some("socat");
+            let missing = program
+                .into_iter()
+                .chain(carrier)
+                .find(|p| !p.starts_with("drover") && !shell::have(p));
             let outcome = match missing {
                 Some(program) => Err(Verdict::Skipped(format!("no {program}"))),
                 None => job.carry(names[0]).map_err(|error| Verdict::failed(&error)),

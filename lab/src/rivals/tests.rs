@@ -167,6 +167,10 @@ fn fail(rival: &dyn Rival, images: &Images) -> String {
 
 #[test]
 fn a_tool_that_crashes_is_told_with_its_own_words() {
+    if let Err(missing) = tool::needs(&["socat"]) {
+        eprintln!("SKIP a_tool_that_crashes_is_told_with_its_own_words: {missing}");
+        return;
+    }
     let images = Images::new();
     let crash = "echo out of luck >&2; exit 3";
     let zstd = |program| Zstd {
@@ -195,6 +199,10 @@ fn a_tool_that_crashes_is_told_with_its_own_words() {
 
 #[test]
 fn a_tool_that_hangs_is_ended_at_its_deadline() {
+    if let Err(missing) = tool::needs(&["socat"]) {
+        eprintln!("SKIP a_tool_that_hangs_is_ended_at_its_deadline: {missing}");
+        return;
+    }
     let images = Images::new();
     let limit = Limit {
         floor: Duration::from_secs(1),

@@ -5,5 +5,4 @@ mod real_guest;
 mod real_held;
 mod real_qemu;
 mod real_rounds;
-mod real_spec;
 mod util;
