@@ -81,13 +81,15 @@ impl CommandLine {
         })?;
         let own = CommandLine::parse(arguments(&told));
         // One that drover has started listens at a socket of the drover that looks after it.
-        let children = fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
-        let children = children.unwrap_or_default();
-        let below = children.split_whitespace().filter_map(|child| {
+        let threads = fs::read_dir(format!("/proc/{process}/task"));
+        let threads = threads.into_iter().flatten().flatten();
+        let children = threads.filter_map(|of| fs::read_to_string(of.path().join("children")).ok());
+        let children: String = children.collect();
+        let mut below = children.split_whitespace().filter_map(|child| {
             let told = fs::read(format!("/proc/{child}/cmdline")).ok()?;
             CommandLine::parse(arguments(&told)).ok()
         });
-        own.or_else(|why| below.into_iter().next().ok_or(why))
+        own.or_else(|why| below.next().ok_or(why))
             .map_err(unsupported)
     }
 

@@ -46,6 +46,9 @@ const USUAL: [(&str, &[&str]); 11] = [
     ("vmport", &["auto", "on"]),
 ];
 
+/// The property whose empty text says something: that a device has no such file.
+const ROM: &str = "romfile";
+
 /// In the place of a text that is not told; no property may have it.
 const WITHHELD: &str = "(withheld)";
 
@@ -349,10 +352,15 @@ impl Reader<'_> {
             let Some(value) = self.get(&found.path, name).await? else {
                 continue;
             };
-            if default.as_ref() == Some(&value) {
+            let text = value.as_str();
+            let is_rom = *name == *ROM;
+            // QEMU's own, by the device's model.
+            let is_own_rom =
+                is_rom && text.is_some_and(|rom| !rom.is_empty() && !rom.contains('/'));
+            if default.as_ref() == Some(&value) || is_own_rom {
                 continue;
             }
-            let is_nothing = value == json!("") && default.is_none();
+            let is_nothing = text == Some("") && default.is_none() && !is_rom;
             if let Some(value) = said(&kind, &value).filter(|_| !is_nothing) {
                 device.properties.push(Property {
                     name: name.to_owned(),

@@ -5,4 +5,5 @@ mod real_guest;
 mod real_held;
 mod real_qemu;
 mod real_rounds;
+mod real_spec;
 mod util;

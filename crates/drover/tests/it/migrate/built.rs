@@ -23,6 +23,16 @@ use crate::world::until;
 /// What a QEMU that runs as another user boots: the directory of a test is closed to it.
 struct Boot {
     directory: tempfile::TempDir,
+    /// Where the sites serve its disks to it.
+    shared: Vec<PathBuf>,
+}
+
+impl Drop for Boot {
+    fn drop(&mut self) {
+        for directory in &self.shared {
+            let _ = fs::remove_dir_all(directory);
+        }
+    }
 }
 
 impl Boot {
@@ -32,7 +42,15 @@ impl Boot {
             fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
         };
         open(directory.path(), 0o755);
-        let boot = Boot { directory };
+        let shared = ["near", "far"].map(|home| {
+            let home = sites.world.path(home);
+            let hash = blake3::hash(home.as_os_str().as_encoded_bytes()).to_hex();
+            Path::new("/run/drover").join(&hash[..16])
+        });
+        let boot = Boot {
+            directory,
+            shared: shared.into(),
+        };
         for (from, to) in [
             (&sites.guest.kernel, boot.path("kernel")),
             (&sites.guest.initrd, boot.path("initrd")),
