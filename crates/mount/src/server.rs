@@ -17,6 +17,7 @@ mod pool;
 pub(crate) mod queue;
 mod recording;
 mod settler;
+mod standing;
 pub(crate) mod unit;
 mod work;
 
@@ -49,9 +50,9 @@ pub use leases::{Leased, lease_on_disk};
 use blocking::blocking;
 use connection::{Connection, LinkShared, Running};
 use counters::Counters;
-use hand_over::Standing;
 use image::Image;
 use pool::Pool;
+use standing::Standing;
 
 /// Maximum connections of all mounts of a site; one peer has fewer, and in any case those of one mount.
 pub const MAX_SITE_CONNECTIONS: ShareLimits = ShareLimits {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 use drover_core::ReadAt;
 
-use super::header::{AttachedExtension, Header};
+use super::header::{AttachedExtension, EXTENSION, EXTENSION_BYTES, Header};
 use crate::probe::probe;
 use crate::reader::{Reader, be64};
 use crate::{Format, ImageError};
@@ -23,10 +23,6 @@ pub const MAX_ATTACHED_BYTES: usize = 1 << 20;
 const VALID: u64 = 1 << 58;
 /// Where the autoclear features are.
 const AUTOCLEAR_AT: u64 = 88;
-/// Type of the header extension: `drgn`.
-pub(super) const EXTENSION: u32 = 0x6472_676e;
-/// Bytes of the extension after its type and length.
-pub(super) const EXTENSION_BYTES: usize = 24;
 /// Type and length of an extension, or the end of all.
 const HEAD: u64 = 8;
 /// What is left in the header's cluster for others, in bytes: QEMU writes the header anew, with its own extensions, when it opens

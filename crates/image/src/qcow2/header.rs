@@ -1,6 +1,5 @@
 //! The qcow2 header, its extensions, and the snapshot table.
 
-use super::attached;
 use crate::ImageError;
 use crate::limits::{MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::mapping::TableSpan;
@@ -62,6 +61,12 @@ pub(super) struct Header {
     pub(super) extensions_end: Option<u64>,
 }
 
+/// Type of the header extension: `drgn`.
+pub(super) const EXTENSION: u32 = 0x6472_676e;
+
+/// Bytes of the extension after its type and length.
+pub(super) const EXTENSION_BYTES: usize = 24;
+
 /// The header extension of attached data.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttachedExtension {
@@ -70,7 +75,7 @@ pub(super) struct AttachedExtension {
     /// What it says of the bytes that follow type and length.
     pub(super) length: u32,
     /// They, if they are as many as this version knows.
-    pub(super) content: [u8; attached::EXTENSION_BYTES],
+    pub(super) content: [u8; EXTENSION_BYTES],
 }
 
 impl Header {
@@ -239,8 +244,8 @@ impl Header {
                     format!("{kind:#x} of {len} bytes leaves the header's cluster"),
                 ));
             }
-            if kind == attached::EXTENSION {
-                let mut content = [0; attached::EXTENSION_BYTES];
+            if kind == EXTENSION {
+                let mut content = [0; EXTENSION_BYTES];
                 if len as usize == content.len() {
                     file.read(at, &mut content, "header extension")?;
                 }

@@ -5,7 +5,7 @@ use drover_storage::chunk_log::{ChunkLogError, Record};
 use drover_storage::chunk_map::{ChunkMap, ChunkValue};
 
 use super::summary::Summary;
-use super::units::{CHUNK, MAX_AGE, MAX_SIZE, Seed};
+use super::units::{CHUNK, MAX_AGE, MAX_SIZE, Seed, new_tag};
 use crate::lease::Identity;
 use crate::machine::Generation;
 
@@ -151,7 +151,7 @@ impl Line {
             seed: Seed(random_id()),
             size,
             floor: 0,
-            tags: vec![tag()],
+            tags: vec![new_tag()],
             ages: ChunkMap::default(),
             frozen: None,
             noted: None,
@@ -269,7 +269,7 @@ impl Line {
         if self.tags.len() >= usize::from(MAX_AGE) {
             self.raise_floor();
         }
-        self.tags.push(tag());
+        self.tags.push(new_tag());
         self.frozen = None;
         note(
             GENERATION,
@@ -381,12 +381,4 @@ impl Line {
             runs,
         }
     }
-}
-
-/// A random tag of a generation.
-pub(super) fn tag() -> u64 {
-    let bytes: [u8; 16] = random_id();
-    bytes
-        .first_chunk()
-        .map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::units::{CHUNK, MAX_AGE, MAX_SIZE, Seed};
+use super::units::{CHUNK, MAX_AGE, MAX_SIZE, Seed, new_tag};
 use crate::machine::Generation;
 
 /// Upper bound on an encoded summary, in bytes. What does not fit is told in larger units.
@@ -136,7 +136,7 @@ impl Summary {
             unit: CHUNK,
             floor: generation - 1,
             // A copy that was written elsewhere since has another.
-            tags: vec![tag, super::line::tag()],
+            tags: vec![tag, new_tag()],
             over: false,
             runs,
         })

@@ -1,5 +1,7 @@
 //! What lines and summaries count in.
 
+use drover_net::random_id;
+
 /// The unit of a map, in bytes.
 pub const CHUNK: u64 = 1 << 20;
 
@@ -23,4 +25,12 @@ impl std::fmt::Debug for Seed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Seed({self})")
     }
+}
+
+/// A random tag of a generation.
+pub(super) fn new_tag() -> u64 {
+    let bytes: [u8; 16] = random_id();
+    bytes
+        .first_chunk()
+        .map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
