@@ -2,7 +2,7 @@
 //! that looks after it.
 //!
 //! In the directory `qemu` of the site are, for each machine that config.toml says is built: `NAME.spec`, what the other site
-//! said of it; `NAME.qmp`, the monitor; `NAME.console`, its first console; `NAME.log`, what QEMU has said, bounded.
+//! said of it for its last move, and `NAME.last`, for the move by which it came last; `NAME.qmp`, the monitor; `NAME.console`, its first console; `NAME.log`, what QEMU has said, bounded.
 //!
 //! QEMU is started by a process of its own, [`run`], which the site starts, or a service manager does: it gives QEMU its
 //! sockets as open descriptors, so that QEMU needs no directory to write to, reads what it says, and reports its end. It lives
@@ -22,7 +22,10 @@ use drover_hypervisor::CommandLine;
 use drover_hypervisor::spec::{Accelerator, Built, Kernel, Spec, build};
 use drover_net::{decode, encode};
 use drover_storage::{Envelope, create_private, make_private_dir, open_private};
+use drover_store::machine::{Decision, MachineRecord, Move, Seed, Token};
 use nix::unistd::{Group, User};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
 
 use crate::audit::{Event, Outcome, Record};
 use crate::error::{Context, Error, Result, bail};
@@ -158,48 +161,171 @@ pub fn command_line(
     })
 }
 
+/// What another site said of a machine that it brings.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Described {
+    /// The move.
+    pub token: Token,
+    /// The key of that site.
+    pub from: [u8; 32],
+    /// The machine's seed.
+    pub seed: Seed,
+    /// What it is made of.
+    pub spec: Spec,
+}
+
+impl Described {
+    /// Whether it is of the move that is under way.
+    #[must_use]
+    pub fn is_coming(&self, record: &MachineRecord) -> bool {
+        let is_its = matches!(&record.under_way, Some(Move::Coming(token, from, _))
+            if *token == self.token && from.key == self.from);
+        is_its && record.seed == self.seed
+    }
+
+    /// Whether the machine came by that move.
+    #[must_use]
+    pub fn has_come(&self, record: &MachineRecord) -> bool {
+        record.seed == self.seed && record.decision(self.token) == Decision::Taken
+    }
+}
+
 /// Keeps what another site said of a machine.
 ///
 /// # Errors
 /// When it cannot be written.
-pub fn store(site: &Path, name: &ImageName, spec: &Spec) -> Result<()> {
+pub fn store(
+    site: &Path,
+    name: &ImageName,
+    described: &Described,
+    record: &MachineRecord,
+) -> Result<()> {
     let files = Files::of(site, name.as_str());
     let cannot = || format!("cannot write {}", files.spec().display());
     make_private_dir(files.directory()).with_context(cannot)?;
+    // If this move comes to nothing, the machine is what it was.
+    if let Ok(Some(old)) = load(site, name)
+        && old.has_come(record)
+    {
+        fs::rename(files.spec(), files.last()).with_context(cannot)?;
+    }
     FORMAT
-        .write(&files.spec(), &encode(spec))
+        .write(&files.spec(), &encode(described))
         .with_context(cannot)
+}
+
+/// Removes what was said of a machine for a move that came to nothing.
+///
+/// # Errors
+/// When it cannot be removed.
+pub fn forget(site: &Path, name: &ImageName, record: &MachineRecord) -> Result<()> {
+    let files = Files::of(site, name.as_str());
+    if let Ok(Some(known)) = load(site, name)
+        && known.has_come(record)
+    {
+        return Ok(());
+    }
+    let removed = fs::rename(files.last(), files.spec()).or_else(|_| fs::remove_file(files.spec()));
+    match removed {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("cannot remove {}", files.spec().display()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What another site said of a machine; `None` if nothing was.
 ///
 /// # Errors
 /// When it cannot be read.
-pub fn load(site: &Path, name: &ImageName) -> Result<Option<Spec>> {
+pub fn load(site: &Path, name: &ImageName) -> Result<Option<Described>> {
     let path = Files::of(site, name.as_str()).spec();
     let cannot = || format!("cannot read {}", path.display());
     let Some(bytes) = FORMAT.read(&path).with_context(cannot)? else {
         return Ok(None);
     };
     let body = FORMAT.open(&bytes).map_err(std::io::Error::other);
-    let spec = decode(body.with_context(cannot)?);
+    let described = decode(body.with_context(cannot)?);
     Ok(Some(
-        spec.map_err(std::io::Error::other).with_context(cannot)?,
+        described
+            .map_err(std::io::Error::other)
+            .with_context(cannot)?,
     ))
 }
 
-/// The command line of the QEMU that this site builds for a machine, of what the other site said last.
+/// How the QEMU of a machine is started.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Its command line.
+    pub line: CommandLine,
+    /// The user and group that it runs as; none if those of this process.
+    pub user: Option<(u32, u32)>,
+    /// Whether the machine is this site's now, or is coming here.
+    is_ours: bool,
+}
+
+/// How this site starts the QEMU of a machine: one that waits for it if it is coming, by the move for which it was described,
+/// or else one that boots it.
 ///
 /// # Errors
 /// When config.toml does not say that it is built, nothing was said of it, or it is not allowed.
-pub fn planned(home: &Home, name: &ImageName, incoming: bool) -> Result<CommandLine> {
-    let spec = load(home.dir(), name)?.ok_or_else(|| {
-        Error::refused(format!(
+pub fn planned(home: &Home, name: &ImageName) -> Result<Plan> {
+    let config = built(home, name)?;
+    let known = home.machines().load(name).map_err(Error::Refused)?;
+    let (Some(described), Some(record)) = (load(home.dir(), name)?, known) else {
+        return Err(Error::refused(format!(
             "nothing is known of {name} yet: the site that it comes from says what it is made of when it moves here. A machine \
              of libvirt, and a site of an earlier version, say nothing: give it `incoming` and `start` in config.toml instead"
-        ))
-    })?;
-    command_line(name, built(home, name)?, &spec, incoming)
+        )));
+    };
+    let incoming = matches!(record.under_way, Some(Move::Coming(..)));
+    let is_its = match incoming {
+        true => described.is_coming(&record),
+        false => described.has_come(&record),
+    };
+    if !is_its {
+        return Err(Error::refused(format!(
+            "what is known of {name} was said for another move: the site that it comes from has to say what it is made of. \
+             One of an earlier version does not: give it `incoming` and `start` in config.toml instead"
+        )));
+    }
+    Ok(Plan {
+        line: command_line(name, config, &described.spec, incoming)?,
+        user: user(name, config)?,
+        is_ours: incoming || record.may_run(),
+    })
+}
+
+/// The sockets of the QEMU of a machine: its monitor, and its first console.
+#[must_use]
+pub fn sockets(home: &Home, name: &ImageName) -> (PathBuf, PathBuf) {
+    let files = Files::of(home.dir(), name.as_str());
+    (files.monitor(), files.console())
+}
+
+/// Ends at once the QEMU of a machine that was started last, if it has not ended; whether it had not.
+#[must_use]
+pub fn kill(site: &Path, name: &ImageName) -> bool {
+    let path = Files::of(site, name.as_str()).pid();
+    let killed = || -> Option<()> {
+        let known = fs::read_to_string(path).ok()?;
+        let (process, began) = known.trim().split_once(' ')?;
+        let process: u32 = process.parse().ok()?;
+        let pid = Pid::from_raw(process.try_into().ok()?)?;
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        // Others may have got its number since.
+        (beginning(process)? == began).then_some(())?;
+        pidfd_send_signal(descriptor, Signal::KILL).ok()
+    };
+    killed().is_some()
+}
+
+/// When a process began, in the clock ticks of the kernel.
+fn beginning(process: u32) -> Option<String> {
+    let told = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The name of its program may have spaces.
+    let (_, fields) = told.rsplit_once(") ")?;
+    fields.split(' ').nth(19).map(str::to_owned)
 }
 
 fn built<'a>(home: &'a Home, name: &ImageName) -> Result<&'a BuildConfig> {
@@ -213,7 +339,7 @@ fn built<'a>(home: &'a Home, name: &ImageName) -> Result<&'a BuildConfig> {
 ///
 /// # Errors
 /// When it cannot be started, another process looks after it, or it ends with an error.
-pub fn run(home: &Home, name: &ImageName, incoming: bool) -> Result<()> {
+pub fn run(home: &Home, name: &ImageName) -> Result<()> {
     let files = Files::of(home.dir(), name.as_str());
     make_private_dir(files.directory())?;
     let lock = files.file("lock");
@@ -228,7 +354,7 @@ pub fn run(home: &Home, name: &ImageName, incoming: bool) -> Result<()> {
         bail!("the QEMU of {name} runs already");
     }
     let mut log = Log::open(files.log())?;
-    let ended = look_after(home, name, incoming, &files, &mut log);
+    let ended = look_after(home, name, &files, &mut log);
     let (outcome, text) = match &ended {
         Ok(()) => (Outcome::Ok, "its QEMU has ended".to_owned()),
         Err(e) => (Outcome::Failed, e.to_string()),
@@ -240,22 +366,24 @@ pub fn run(home: &Home, name: &ImageName, incoming: bool) -> Result<()> {
     ended
 }
 
-fn look_after(
-    home: &Home,
-    name: &ImageName,
-    incoming: bool,
-    files: &Files,
-    log: &mut Log,
-) -> Result<()> {
-    let line = planned(home, name, incoming)?;
-    let user = user(name, built(home, name)?)?;
+fn look_after(home: &Home, name: &ImageName, files: &Files, log: &mut Log) -> Result<()> {
+    let Plan {
+        line,
+        user,
+        is_ours,
+    } = planned(home, name)?;
+    if !is_ours {
+        return Err(Error::refused(format!(
+            "{name} is at another site, and is not coming here now"
+        )));
+    }
     log.write(format!("{OURS}{}\n", line.shell().replace(" \\\n ", "")).as_bytes());
     let monitor = Socket::bind(files.monitor())?;
     let console = Socket::bind(files.console())?;
-    // The memory of a machine has no place in a file.
+    // The memory of a machine has no place in a file. Less than this, and the program that is given core dumps has it still.
     let none = rustix::process::Rlimit {
-        current: Some(0),
-        maximum: Some(0),
+        current: Some(1),
+        maximum: Some(1),
     };
     rustix::process::setrlimit(rustix::process::Resource::Core, none)
         .map_err(std::io::Error::from)?;
@@ -276,7 +404,11 @@ fn look_after(
     let child = command.spawn();
     let mut child = child.with_context(|| format!("cannot start {}", line.program))?;
     // Who connects when QEMU has ended is told so.
+    drop(command);
     let (monitor, console) = (monitor.forget(), console.forget());
+    let began = beginning(child.id()).unwrap_or_default();
+    let written = fs::write(files.pid(), format!("{} {began}\n", child.id()));
+    written.with_context(|| format!("cannot write {}", files.pid().display()))?;
     let mut said = child.stderr.take().context("QEMU has no stderr")?;
     let mut buffer = [0; 4096];
     // Everything below it holds the pipe has ended too.
@@ -284,8 +416,8 @@ fn look_after(
         log.write(&buffer[..n]);
     }
     let status = child.wait()?;
-    for socket in [monitor, console] {
-        let _ = fs::remove_file(socket);
+    for file in [monitor, console, files.pid()] {
+        let _ = fs::remove_file(file);
     }
     match status.success() {
         true => Ok(()),
@@ -366,6 +498,8 @@ impl Log {
 
 #[cfg(test)]
 mod tests {
+    use drover_store::machine::{Generation, Other};
+
     use super::*;
 
     fn config(more: &str) -> BuildConfig {
@@ -390,6 +524,84 @@ mod tests {
         }
     }
 
+    /// A machine of one device, by a move.
+    fn described(token: u8, seed: u8) -> Described {
+        let spec = serde_json::json!({
+            "machine": "pc-q35-7.2", "settings": [], "accelerator": "Tcg", "cpu": "qemu64", "features": [],
+            "processors": {"present": 1, "max": 1, "sockets": 1, "dies": 1, "cores": 1, "threads": 1},
+            "memory": {"name": "pc.ram", "bytes": 1 << 20, "max_bytes": 1 << 20, "slots": 0},
+            "uuid": null, "boot_order": "", "kernel": false, "disks": [], "devices": []
+        });
+        Described {
+            token: Token([token; 16]),
+            from: [7; 32],
+            seed: Seed([seed; 16]),
+            spec: serde_json::from_value(spec).unwrap(),
+        }
+    }
+
+    #[test]
+    fn what_was_said_of_a_machine_is_of_its_move() {
+        let site = tempfile::tempdir().unwrap();
+        let name = ImageName::new("web").unwrap();
+        let from = |key: u8| Other {
+            key: [key; 32],
+            name: "far".into(),
+        };
+        let known = || load(site.path(), &name).unwrap().map(|known| known.token);
+        let coming = |token: u8, key: u8| {
+            let mut record = MachineRecord::foreign(Seed([1; 16]), Generation(1), from(key));
+            record.under_way = Some(Move::Coming(Token([token; 16]), from(key), Generation(1)));
+            record
+        };
+        let record = coming(1, 7);
+        assert!(described(1, 1).is_coming(&record));
+        assert!(!described(2, 1).is_coming(&record));
+        assert!(!described(1, 2).is_coming(&record));
+        assert!(!described(1, 1).is_coming(&coming(1, 8)));
+        assert!(!described(1, 1).has_come(&record));
+
+        // One that does not come leaves nothing.
+        store(site.path(), &name, &described(1, 1), &record).unwrap();
+        forget(site.path(), &name, &record).unwrap();
+        assert_eq!(known(), None);
+        forget(site.path(), &name, &record).unwrap();
+
+        // One that came is what it was after one that did not.
+        store(site.path(), &name, &described(1, 1), &record).unwrap();
+        let mut here = record.take(Token([1; 16])).unwrap();
+        assert!(described(1, 1).has_come(&here) && !described(1, 2).has_come(&here));
+        forget(site.path(), &name, &here).unwrap();
+        assert_eq!(known(), Some(Token([1; 16])));
+        here.under_way = Some(Move::Coming(Token([2; 16]), from(7), Generation(3)));
+        for _ in 0..2 {
+            store(site.path(), &name, &described(2, 1), &here).unwrap();
+            assert_eq!(known(), Some(Token([2; 16])));
+        }
+        forget(site.path(), &name, &here).unwrap();
+        assert_eq!(known(), Some(Token([1; 16])));
+    }
+
+    #[test]
+    fn only_the_qemu_that_was_started_is_killed() {
+        let site = tempfile::tempdir().unwrap();
+        let name = ImageName::new("web").unwrap();
+        let files = Files::of(site.path(), "web");
+        make_private_dir(files.directory()).unwrap();
+        assert!(!kill(site.path(), &name));
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let began = beginning(child.id()).unwrap();
+        // Another process that has got its number.
+        let note = |began: &str| fs::write(files.pid(), format!("{} {began}\n", child.id()));
+        note(&format!("{began}0")).unwrap();
+        assert!(!kill(site.path(), &name));
+        note(&began).unwrap();
+        assert!(child.try_wait().unwrap().is_none());
+        assert!(kill(site.path(), &name));
+        assert!(!child.wait().unwrap().success());
+        assert!(!kill(site.path(), &name));
+    }
+
     #[test]
     fn what_a_qemu_says_is_bounded() {
         let directory = tempfile::tempdir().unwrap();
@@ -404,8 +616,12 @@ mod tests {
         assert!(bytes(files.log()) <= MAX_LOG);
         assert!(bytes(files.file("log.old")) <= MAX_LOG);
         assert!(files.last_said().ends_with("19999"));
+        let before = files.bytes();
+        assert_eq!(files.end_since(before), None);
         log.write(b"drover: ended: it was killed\n");
-        assert_eq!(files.end(), "it was killed");
+        assert_eq!(files.end_since(before).unwrap(), "it was killed");
+        // Of an earlier one.
+        assert_eq!(files.end_since(files.bytes()), None);
         drop(log);
         // One that says nothing does not repeat an earlier one.
         let mut log = Log::open(files.log()).unwrap();

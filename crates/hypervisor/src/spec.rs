@@ -162,7 +162,8 @@ impl Spec {
         check_properties(&self.settings, "the machine", |name| {
             find(&[models::SETTINGS], name)
         })?;
-        if !is_name(&self.cpu) {
+        // QEMU takes this one for a question.
+        if !is_name(&self.cpu) || self.cpu == "help" {
             return Err(format!("has processors called {}", shown(&self.cpu)));
         }
         check_properties(&self.features, "the processors", |name| {

@@ -56,9 +56,35 @@ impl Files {
         self.file("spec")
     }
 
+    pub(crate) fn last(&self) -> PathBuf {
+        self.file("last")
+    }
+
+    /// The process of QEMU, and when it began.
+    pub(crate) fn pid(&self) -> PathBuf {
+        self.file("pid")
+    }
+
+    /// What the command that started QEMU has said.
+    pub(crate) fn start(&self) -> PathBuf {
+        self.file("start")
+    }
+
+    /// How much of what QEMU has said is kept.
+    pub(crate) fn bytes(&self) -> u64 {
+        fs::metadata(self.log()).map_or(0, |log| log.len())
+    }
+
+    /// The last that the command which started QEMU has said.
+    pub(crate) fn start_said(&self) -> String {
+        let tail = tail(&self.start());
+        let mut lines = tail.lines().rev().filter(|line| !line.trim().is_empty());
+        lines.next().map(clean).unwrap_or_default()
+    }
+
     /// The last that QEMU has said since it was started.
     pub(crate) fn last_said(&self) -> String {
-        let tail = self.tail();
+        let tail = tail(&self.log());
         let lines = tail
             .lines()
             .rev()
@@ -67,20 +93,21 @@ impl Files {
         lines.next().map(clean).unwrap_or_default()
     }
 
-    /// How the last QEMU ended, for a message.
-    #[must_use]
-    pub fn end(&self) -> String {
-        let tail = self.tail();
-        let mut lines = tail.lines().rev();
-        let ended = lines.find_map(|line| line.strip_prefix(ENDED));
-        ended.map_or_else(|| format!("see {}", self.log().display()), clean)
-    }
-
-    fn tail(&self) -> String {
+    /// How a QEMU ended, for a message, if one has since so much was kept of what it said.
+    pub(crate) fn end_since(&self, bytes: u64) -> Option<String> {
         let said = fs::read(self.log()).unwrap_or_default();
-        let tail = &said[said.len().saturating_sub(TAIL)..];
-        String::from_utf8_lossy(tail).into_owned()
+        // Less, and it was begun anew.
+        let new = usize::try_from(bytes).ok().and_then(|n| said.get(n..));
+        let new = String::from_utf8_lossy(new.unwrap_or(&said)).into_owned();
+        let mut lines = new.lines().rev();
+        lines.find_map(|line| line.strip_prefix(ENDED)).map(clean)
     }
+}
+
+fn tail(path: &Path) -> String {
+    let said = fs::read(path).unwrap_or_default();
+    let tail = &said[said.len().saturating_sub(TAIL)..];
+    String::from_utf8_lossy(tail).into_owned()
 }
 
 /// How lines begin that QEMU has not said.

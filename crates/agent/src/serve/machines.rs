@@ -126,7 +126,7 @@ impl SiteMachines {
         let config = self.config(machine)?;
         match is_listening(socket).await {
             true => Ok(()),
-            false if config.build.is_some() => self.start_built(machine, socket, why).await,
+            false if config.build.is_some() => self.start_built(machine, socket).await,
             false => start(machine, socket, &config.start, why).await,
         }
     }
@@ -728,7 +728,7 @@ impl Site for SiteMachines {
         record: &'a MachineRecord,
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
-            self.end_built(machine).await;
+            self.end_built(machine, record).await;
             // Its way back brings all of it.
             let has_left = self.left_mark(machine).exists();
             let (mut images, domain) = self.close(machine, record).await?;

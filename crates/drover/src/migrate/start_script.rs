@@ -17,13 +17,23 @@ use crate::out;
 /// # Errors
 /// When it cannot be started, or ends with an error.
 pub async fn start(home: &Home, name: &ImageName, dry_run: bool) -> Result<()> {
-    // After a failover it waits for no migration.
-    let incoming = std::env::var_os("DROVER_INCOMING").is_none_or(|set| !set.is_empty());
     if dry_run {
-        return out::line(&qemu::planned(home, name, incoming)?.shell());
+        let plan = qemu::planned(home, name)?;
+        let (monitor, console) = qemu::sockets(home, name);
+        let mut text = format!(
+            "# Its standard input is the listening socket {}, its standard output {}.\n",
+            monitor.display(),
+            console.display()
+        );
+        if let Some((user, group)) = plan.user {
+            text.push_str(&format!(
+                "# Started as the user {user} and the group {group}.\n"
+            ));
+        }
+        return out::line(&(text + &plan.line.shell()));
     }
     let (home, name) = (home.clone(), name.clone());
-    Ok(tokio::task::spawn_blocking(move || qemu::run(&home, &name, incoming)).await??)
+    Ok(tokio::task::spawn_blocking(move || qemu::run(&home, &name)).await??)
 }
 
 /// Prints the script.

@@ -197,6 +197,7 @@ fn names_hide_no_options() {
     }
     refused(|spec| spec.boot_order = "c,menu=on".into());
     refused(|spec| spec.machine = "none".into());
+    refused(|spec| spec.cpu = "help".into());
     refused(|spec| spec.machine = "pc-i440fx-".into());
 }
 

@@ -17,6 +17,9 @@ use crate::protocol::OpenMove;
 /// How long the destination's hypervisor may take to report that it has everything.
 const ARRIVAL: Duration = Duration::from_secs(60);
 
+/// How long a hypervisor that is not needed any more may take to say what it does.
+const ANSWER: Duration = Duration::from_secs(5);
+
 /// How long the hypervisor holds requests while the site that serves its disks is restarted.
 const RECONNECT: Duration = Duration::from_secs(300);
 
@@ -106,7 +109,9 @@ pub(super) async fn abandon(machine: &Machine, disks: usize) {
             _ => false,
         })
     };
-    if received.await.unwrap_or(false) {
+    // One that does not answer is ended by who has started it, if by anybody.
+    let received = tokio::time::timeout(ANSWER, received).await;
+    if matches!(received, Ok(Ok(true))) {
         // It would wait for the server of its disks, which an earlier process of this site was.
         for n in 0..disks {
             let connection = Yank::BlockNode(node_name(n));

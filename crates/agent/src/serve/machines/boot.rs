@@ -25,8 +25,11 @@ impl SiteMachines {
     pub fn is_startable(&self, name: &ImageName, domain: &str) -> bool {
         let config = self.config(name);
         config.is_ok_and(|config| {
-            let is_built = config.build.is_some() && self.is_described(name);
-            config.domain == domain && (is_built || !config.start.is_empty())
+            let is_startable = match config.build {
+                Some(_) => self.is_described(name),
+                None => !config.start.is_empty(),
+            };
+            config.domain == domain && is_startable
         })
     }
 

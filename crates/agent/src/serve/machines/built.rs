@@ -6,23 +6,26 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
-use drover_hypervisor::Machine;
 use drover_hypervisor::machine::RunState;
+use drover_hypervisor::{HypervisorError, Machine};
 use drover_migrate::Site;
-use drover_migrate::protocol::DescribeMachine;
+use drover_migrate::protocol::{DescribeMachine, Kind};
 use drover_net::service::Peer;
 use drover_net::{Code, Refusal};
-use drover_store::machine::Move;
+use drover_store::machine::{MachineRecord, Move};
 
 use super::SiteMachines;
-use super::start::{START_LIMIT, START_POLL, Why, is_listening};
+use super::start::{START_LIMIT, START_POLL, is_listening};
 use crate::error::{Error, failed};
 use crate::home::BuildConfig;
 use crate::home::qemu::Files;
-use crate::qemu;
+use crate::qemu::{self, Described};
 
 /// How long its monitor may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long it may take to end.
+const END_LIMIT: Duration = Duration::from_secs(5);
 
 fn refused(error: Error) -> Refusal {
     Refusal::new(Code::Denied, error.to_string())
@@ -50,24 +53,44 @@ impl SiteMachines {
         qemu::user(name, build).map_err(refused)?;
         if let Some(token) = told.token {
             let record = self.machines.load(name)?;
-            let is_its = record.is_some_and(|record| {
-                matches!(record.under_way, Some(Move::Coming(known, from, _))
-                    if known == token && from.key == peer.key.0)
+            let record = record.filter(|record| {
+                matches!(&record.under_way, Some(Move::Coming(known, from, _))
+                    if *known == token && from.key == peer.key.0)
             });
-            if !is_its {
+            let Some(record) = record else {
                 let text = format!("{name} is not coming here by that move");
                 return Err(Refusal::new(Code::OutOfOrder, text));
+            };
+            if record.disks.len() != spec.disks.len() {
+                let text = format!(
+                    "{name} has {} disks, and comes with {}",
+                    spec.disks.len(),
+                    record.disks.len()
+                );
+                return Err(Refusal::new(Code::Protocol, text));
             }
             let (home, name) = (self.server.home.dir().to_owned(), name.clone());
-            let stored = tokio::task::spawn_blocking(move || qemu::store(&home, &name, &spec));
+            let described = Described {
+                token,
+                from: peer.key.0,
+                seed: record.seed,
+                spec,
+            };
+            let stored = move || qemu::store(&home, &name, &described, &record);
+            let stored = tokio::task::spawn_blocking(stored);
             stored.await.map_err(failed)?.map_err(failed)?;
         }
         Ok(true)
     }
 
-    /// Whether a QEMU can be built for a machine without asking where it was before.
+    /// Whether a QEMU can be built for a machine that was here.
     pub(super) fn is_described(&self, machine: &ImageName) -> bool {
-        matches!(qemu::load(self.server.home.dir(), machine), Ok(Some(_)))
+        let described = qemu::load(self.server.home.dir(), machine);
+        let record = self.machines.load(machine);
+        let (Ok(Some(described)), Ok(Some(record))) = (described, record) else {
+            return false;
+        };
+        described.has_come(&record)
     }
 
     /// Where the disks of a machine are served, and the user who may connect there besides this one.
@@ -90,12 +113,13 @@ impl SiteMachines {
         &self,
         machine: &ImageName,
         socket: &Path,
-        why: Why,
     ) -> Result<(), Refusal> {
         let home = &self.server.home;
         // What is wrong is known before a process is.
-        qemu::planned(home, machine, why == Why::Incoming).map_err(refused)?;
-        let mut command = match self.config(machine)?.start.split_first() {
+        qemu::planned(home, machine).map_err(refused)?;
+        let start = self.config(machine)?.start.split_first();
+        let is_own = start.is_none();
+        let mut command = match start {
             Some((program, arguments)) => {
                 let mut command = Command::new(program);
                 command.args(arguments);
@@ -108,15 +132,18 @@ impl SiteMachines {
                 command
             }
         };
+        let files = Files::of(home.dir(), machine.as_str());
+        let _ = std::fs::remove_file(files.start());
+        let said = drover_storage::create_private(&files.start()).map_err(failed)?;
+        let before = files.bytes();
         command
-            .envs((why == Why::Boot).then_some(("DROVER_INCOMING", "")))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(said)
             .process_group(0);
         let mut child = command.spawn().map_err(failed)?;
+        let mut has_ended = false;
         let unavailable = |text: String| Err(Refusal::new(Code::Unavailable, text));
-        let files = Files::of(home.dir(), machine.as_str());
         let begun = Instant::now();
         while begun.elapsed() < START_LIMIT {
             // It listens before QEMU does.
@@ -124,43 +151,80 @@ impl SiteMachines {
                 std::thread::spawn(move || child.wait());
                 return Ok(());
             }
-            if let Ok(Some(status)) = child.try_wait()
-                && !status.success()
-            {
-                return unavailable(format!(
-                    "the QEMU that was built for {machine} did not start: {}",
-                    files.end()
-                ));
+            if let Ok(Some(status)) = child.try_wait() {
+                has_ended = true;
+                let end = files.end_since(before);
+                if is_own || !status.success() || end.is_some() {
+                    let said = Some(files.start_said()).filter(|said| !said.is_empty());
+                    let why = said.or(end).unwrap_or_else(|| status.to_string());
+                    return unavailable(format!(
+                        "the QEMU that was built for {machine} did not start: {why}"
+                    ));
+                }
             }
             tokio::time::sleep(START_POLL).await;
         }
-        std::thread::spawn(move || child.wait());
+        // The next attempt starts another one.
+        let _ = qemu::kill(home.dir(), machine);
+        if !has_ended {
+            let group = rustix::process::Pid::from_child(&child);
+            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+            std::thread::spawn(move || child.wait());
+        }
         unavailable(format!(
-            "the QEMU that was built for {machine} does not answer: see {}",
+            "the QEMU that was built for {machine} does not answer, and was ended: see {}",
             files.log().display()
         ))
     }
 
-    /// Ends the QEMU of a machine that does not come.
-    pub(super) async fn end_built(&self, machine: &ImageName) {
-        let socket = Files::of(self.server.home.dir(), machine.as_str()).monitor();
-        if self.build(machine).is_none() || !is_listening(&socket).await {
+    /// Ends the QEMU of a machine that does not come, and forgets what was said of it.
+    pub(super) async fn end_built(&self, machine: &ImageName, record: &MachineRecord) {
+        if self.kind() != Kind::Machine || self.build(machine).is_none() {
+            return;
+        }
+        let home = self.server.home.dir();
+        if let Err(e) = qemu::forget(home, machine, record) {
+            tracing::warn!(%machine, "{e}");
+        }
+        let socket = Files::of(home, machine.as_str()).monitor();
+        if !is_listening(&socket).await {
             return;
         }
         let end = async {
             let qemu = Machine::connect(&socket).await?;
             // One that runs is not ours to end.
-            if qemu.status().await? != RunState::Running {
+            let is_running = qemu.status().await? == RunState::Running;
+            if !is_running {
                 qemu.quit().await?;
             }
-            Ok::<_, drover_hypervisor::HypervisorError>(())
+            Ok::<_, HypervisorError>(is_running)
         };
         match tokio::time::timeout(ANSWER_LIMIT, end).await {
-            Ok(Ok(())) => {}
-            Ok(Err(e)) => tracing::warn!(%machine, "its QEMU is left: {e}"),
-            Err(_) => tracing::warn!(%machine, "its QEMU is left: it does not answer"),
+            Ok(Ok(true)) => return tracing::warn!(%machine, "its QEMU is left: it runs"),
+            Ok(Ok(false)) if ends(&socket).await => return,
+            _ => {}
+        }
+        if record.may_run() {
+            return tracing::warn!(%machine, "its QEMU is left: it does not answer");
+        }
+        // It may be what the peer has sent that keeps it from that.
+        let was_there = qemu::kill(home, machine);
+        if !ends(&socket).await {
+            tracing::warn!(%machine, was_there, "its QEMU does not end");
         }
     }
+}
+
+/// Whether nobody listens there any more, soon.
+async fn ends(socket: &Path) -> bool {
+    let begun = Instant::now();
+    while begun.elapsed() < END_LIMIT {
+        if !is_listening(socket).await {
+            return true;
+        }
+        tokio::time::sleep(START_POLL).await;
+    }
+    false
 }
 
 async fn answers(socket: &Path) -> bool {

@@ -156,6 +156,8 @@ async fn a_qemu_is_built_for_a_machine_that_moves() {
     sites.world.run("near", &["migrate", "--abort", "web"]).ok();
     moving.fails();
     until("its QEMU is gone", || boot.processes().is_empty());
+    let described = sites.world.path("far").join("qemu/web.spec");
+    assert!(!described.exists());
     stays(&sites, &mut here).await;
 
     let mut there = listen(&sites, "far", "web-far");
@@ -182,6 +184,8 @@ async fn a_qemu_is_built_for_a_machine_that_moves() {
     let planned = ["migrate", "--start", "web", "--dry-run"];
     let planned = sites.world.run("far", &planned).ok().out;
     assert!(planned.contains("-sandbox on,obsolete=deny"), "{planned}");
+    assert!(planned.contains("qemu/web.qmp"), "{planned}");
+    assert_eq!(planned.contains("user 65534"), is_root(), "{planned}");
 
     // The site is not what keeps it alive.
     sites.restart("far");
@@ -207,6 +211,27 @@ async fn a_qemu_is_built_for_a_machine_that_moves() {
     let machine = drover_hypervisor::Machine::connect(&socket).await.unwrap();
     machine.quit().await.unwrap();
     until("its QEMU is gone", || boot.processes().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_built_qemu_that_hangs_is_ended() {
+    let Some(mut sites) = Sites::new("a_built_qemu_that_hangs_is_ended") else {
+        return;
+    };
+    let boot = Boot::new(&sites);
+    expect(&mut sites, "far", &boot.table("memory = \"128M\""));
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 20).await;
+    let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
+    moving.until("step", "memory");
+    let process = boot.processes().remove(0);
+    let process = process.file_name().unwrap().to_str().unwrap();
+    let pid = rustix::process::Pid::from_raw(process.parse().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    sites.world.run("near", &["migrate", "--abort", "web"]).ok();
+    moving.fails();
+    until("its QEMU is gone", || boot.processes().is_empty());
+    stays(&sites, &mut here).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
