@@ -6,6 +6,7 @@
 
 mod build;
 mod models;
+mod options;
 mod read;
 mod value;
 

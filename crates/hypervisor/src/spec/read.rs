@@ -6,30 +6,11 @@ use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
 use super::models::{self, Kind, Model, SETTINGS};
+use super::options::undescribed;
 use super::{Accelerator, Behind, Device, Memory, Processors, Property, Spec, USUAL_MEMORY, Value};
 use crate::command_line::{CommandLine, device_id};
 use crate::error::{ErrorClass, HypervisorError, one_line};
 use crate::machine::{Disk, Machine};
-
-/// Options that make something of the machine which a [`Spec`] does not say.
-const UNSAID: [&str; 16] = [
-    "-acpitable",
-    "-dtb",
-    "-fsdev",
-    "-fw_cfg",
-    "-global",
-    "-numa",
-    "-option-rom",
-    "-pflash",
-    "-plugin",
-    "-readconfig",
-    "-set",
-    "-smbios",
-    "-snapshot",
-    "-tpmdev",
-    "-virtfs",
-    "-watchdog",
-];
 
 /// Settings of the machine as they usually are, or become.
 const USUAL: [(&str, &[&str]); 11] = [
@@ -101,8 +82,7 @@ impl Spec {
         disks: Vec<(String, u64)>,
     ) -> Result<Spec, HypervisorError> {
         let reader = Reader { machine };
-        let unsaid = line.options.iter().map(|(option, _)| option.as_str());
-        if let Some(option) = unsaid.into_iter().find(|option| UNSAID.contains(option)) {
+        if let Some(option) = undescribed(line) {
             return Err(reader.unsupported(format!("was started with {option}")));
         }
         let about = machine.description().await?;

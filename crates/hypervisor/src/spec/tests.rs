@@ -28,7 +28,7 @@ fn device(model: &str, properties: Vec<Property>) -> Device {
 }
 
 /// A machine with a disk, a network card and a console.
-fn web() -> Spec {
+pub(super) fn web() -> Spec {
     let mut disk = device(
         "virtio-blk-pci",
         vec![number("addr", 16), text("serial", "web 1")],
@@ -73,7 +73,7 @@ fn web() -> Spec {
     }
 }
 
-fn site() -> Built {
+pub(super) fn site() -> Built {
     Built {
         program: "/usr/bin/qemu-system-x86_64".into(),
         name: "web".into(),
