@@ -2,7 +2,9 @@
 //! that looks after it.
 //!
 //! In the directory `qemu` of the site are, for each machine that config.toml says is built: `NAME.spec`, what the other site
-//! said of it for its last move, and `NAME.last`, for the move by which it came last; `NAME.qmp`, the monitor; `NAME.console`, its first console; `NAME.log`, what QEMU has said, bounded.
+//! said of it for its last move, and `NAME.last`, for the move by which it came last; `NAME.qmp`, the monitor; `NAME.console`,
+//! its first console; `NAME.log`, what QEMU has said, bounded; `NAME.pid`, its process; `NAME.ended`, how it ended;
+//! `NAME.start`, what the command that starts it has said.
 //!
 //! QEMU is started by a process of its own, [`run`], which the site starts, or a service manager does: it gives QEMU its
 //! sockets as open descriptors, so that QEMU needs no directory to write to, reads what it says, and reports its end. It lives
@@ -23,13 +25,14 @@ use drover_hypervisor::spec::{Accelerator, Built, Kernel, Spec, build};
 use drover_net::{decode, encode};
 use drover_storage::{Envelope, create_private, make_private_dir, open_private};
 use drover_store::machine::{Decision, MachineRecord, Move, Seed, Token};
+use drover_store::replica::Replica;
 use nix::unistd::{Group, User};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
 use crate::audit::{Event, Outcome, Record};
 use crate::error::{Context, Error, Result, bail};
-use crate::home::qemu::{ENDED, Files, OURS};
+use crate::home::qemu::{Files, OURS};
 use crate::home::{BuildConfig, Home};
 
 const FORMAT: Envelope = Envelope {
@@ -97,6 +100,8 @@ pub fn user(name: &ImageName, build: &BuildConfig) -> Result<Option<(u32, u32)>>
 /// # Errors
 /// When that directory cannot be made, or is not root's.
 pub fn shared_socket(site: &Path, name: &ImageName) -> Result<PathBuf> {
+    // However it is spelled: a machine that runs looks for its disks there.
+    let site = fs::canonicalize(site).with_context(|| format!("cannot find {}", site.display()))?;
     let hash = blake3::hash(site.as_os_str().as_encoded_bytes()).to_hex();
     let mut directory = PathBuf::from(SHARED);
     for part in ["", &hash[..16]] {
@@ -188,6 +193,12 @@ impl Described {
     pub fn has_come(&self, record: &MachineRecord) -> bool {
         record.seed == self.seed && record.decision(self.token) == Decision::Taken
     }
+
+    /// Whether it is of the machine of a replica: another one may have been here under its name.
+    #[must_use]
+    pub fn is_of(&self, replica: &Replica) -> bool {
+        self.seed == replica.seed || self.from == replica.from.key
+    }
 }
 
 /// Keeps what another site said of a machine.
@@ -260,15 +271,13 @@ pub struct Plan {
     pub line: CommandLine,
     /// The user and group that it runs as; none if those of this process.
     pub user: Option<(u32, u32)>,
-    /// Whether the machine is this site's now, or is coming here.
-    is_ours: bool,
 }
 
 /// How this site starts the QEMU of a machine: one that waits for it if it is coming, by the move for which it was described,
 /// or else one that boots it.
 ///
 /// # Errors
-/// When config.toml does not say that it is built, nothing was said of it, or it is not allowed.
+/// When config.toml does not say that it is built, nothing was said of it, it is at another site, or it is not allowed.
 pub fn planned(home: &Home, name: &ImageName) -> Result<Plan> {
     let config = built(home, name)?;
     let known = home.machines().load(name).map_err(Error::Refused)?;
@@ -279,6 +288,11 @@ pub fn planned(home: &Home, name: &ImageName) -> Result<Plan> {
         )));
     };
     let incoming = matches!(record.under_way, Some(Move::Coming(..)));
+    if !incoming && !record.may_run() {
+        return Err(Error::refused(format!(
+            "{name} is at another site, and is not coming here now"
+        )));
+    }
     let is_its = match incoming {
         true => described.is_coming(&record),
         false => described.has_come(&record),
@@ -292,7 +306,6 @@ pub fn planned(home: &Home, name: &ImageName) -> Result<Plan> {
     Ok(Plan {
         line: command_line(name, config, &described.spec, incoming)?,
         user: user(name, config)?,
-        is_ours: incoming || record.may_run(),
     })
 }
 
@@ -303,21 +316,22 @@ pub fn sockets(home: &Home, name: &ImageName) -> (PathBuf, PathBuf) {
     (files.monitor(), files.console())
 }
 
+/// The QEMU of a machine that was started last, if it has not ended.
+#[must_use]
+pub fn process(site: &Path, name: &ImageName) -> Option<OwnedFd> {
+    let known = fs::read_to_string(Files::of(site, name.as_str()).pid()).ok()?;
+    let (process, began) = known.trim().split_once(' ')?;
+    let process: u32 = process.parse().ok()?;
+    let pid = Pid::from_raw(process.try_into().ok()?)?;
+    let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    // Others may have got its number since.
+    (beginning(process)? == began).then_some(descriptor)
+}
+
 /// Ends at once the QEMU of a machine that was started last, if it has not ended; whether it had not.
 #[must_use]
 pub fn kill(site: &Path, name: &ImageName) -> bool {
-    let path = Files::of(site, name.as_str()).pid();
-    let killed = || -> Option<()> {
-        let known = fs::read_to_string(path).ok()?;
-        let (process, began) = known.trim().split_once(' ')?;
-        let process: u32 = process.parse().ok()?;
-        let pid = Pid::from_raw(process.try_into().ok()?)?;
-        let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        // Others may have got its number since.
-        (beginning(process)? == began).then_some(())?;
-        pidfd_send_signal(descriptor, Signal::KILL).ok()
-    };
-    killed().is_some()
+    process(site, name).is_some_and(|process| pidfd_send_signal(process, Signal::KILL).is_ok())
 }
 
 /// When a process began, in the clock ticks of the kernel.
@@ -340,6 +354,13 @@ fn built<'a>(home: &'a Home, name: &ImageName) -> Result<&'a BuildConfig> {
 /// # Errors
 /// When it cannot be started, another process looks after it, or it ends with an error.
 pub fn run(home: &Home, name: &ImageName) -> Result<()> {
+    // A terminal is no way out of QEMU's user: what is typed there is read by a shell of this one.
+    if rustix::process::setsid().is_err() && File::open("/dev/tty").is_ok() {
+        bail!(
+            "the QEMU of a peer's machine gets no terminal: start it by a service manager, or with `setsid -w drover migrate \
+             --start {name}`"
+        );
+    }
     let files = Files::of(home.dir(), name.as_str());
     make_private_dir(files.directory())?;
     let lock = files.file("lock");
@@ -353,13 +374,18 @@ pub fn run(home: &Home, name: &ImageName) -> Result<()> {
     if is_locked || UnixStream::connect(files.monitor()).is_ok() {
         bail!("the QEMU of {name} runs already");
     }
+    let _ = fs::remove_file(files.ended());
     let mut log = Log::open(files.log())?;
     let ended = look_after(home, name, &files, &mut log);
     let (outcome, text) = match &ended {
         Ok(()) => (Outcome::Ok, "its QEMU has ended".to_owned()),
         Err(e) => (Outcome::Failed, e.to_string()),
     };
-    log.write(format!("{ENDED}{text}\n").as_bytes());
+    log.write(format!("{OURS}ended: {text}\n").as_bytes());
+    let told = create_private(&files.ended()).and_then(|mut file| file.write_all(text.as_bytes()));
+    if let Err(e) = told {
+        tracing::warn!("cannot write {}: {e}", files.ended().display());
+    }
     let mut record = Record::new(Event::MachineEnded).machine(name).detail(&text);
     record.outcome = outcome;
     home.audit().write(record);
@@ -367,16 +393,7 @@ pub fn run(home: &Home, name: &ImageName) -> Result<()> {
 }
 
 fn look_after(home: &Home, name: &ImageName, files: &Files, log: &mut Log) -> Result<()> {
-    let Plan {
-        line,
-        user,
-        is_ours,
-    } = planned(home, name)?;
-    if !is_ours {
-        return Err(Error::refused(format!(
-            "{name} is at another site, and is not coming here now"
-        )));
-    }
+    let Plan { line, user } = planned(home, name)?;
     log.write(format!("{OURS}{}\n", line.shell().replace(" \\\n ", "")).as_bytes());
     let monitor = Socket::bind(files.monitor())?;
     let console = Socket::bind(files.console())?;
@@ -407,8 +424,12 @@ fn look_after(home: &Home, name: &ImageName, files: &Files, log: &mut Log) -> Re
     drop(command);
     let (monitor, console) = (monitor.forget(), console.forget());
     let began = beginning(child.id()).unwrap_or_default();
-    let written = fs::write(files.pid(), format!("{} {began}\n", child.id()));
-    written.with_context(|| format!("cannot write {}", files.pid().display()))?;
+    if let Err(e) = fs::write(files.pid(), format!("{} {began}\n", child.id())) {
+        // Nobody could end it.
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(e).with_context(|| format!("cannot write {}", files.pid().display()));
+    }
     let mut said = child.stderr.take().context("QEMU has no stderr")?;
     let mut buffer = [0; 4096];
     // Everything below it holds the pipe has ended too.
@@ -497,135 +518,4 @@ impl Log {
 }
 
 #[cfg(test)]
-mod tests {
-    use drover_store::machine::{Generation, Other};
-
-    use super::*;
-
-    fn config(more: &str) -> BuildConfig {
-        let table = format!("memory = \"64M\"\ncpus = 1\n{more}");
-        toml::from_str(&table).unwrap()
-    }
-
-    #[test]
-    fn no_qemu_of_a_peer_runs_as_root() {
-        let name = ImageName::new("web").unwrap();
-        let refused = |more: &str| user(&name, &config(more)).unwrap_err().to_string();
-        assert!(refused("user = \"no-such-user\"").contains("there is no user"));
-        assert!(refused("user = \"root\"").contains("does not run as root"));
-        assert!(refused("user = \"nobody\"\ngroup = \"root\"").contains("does not run as root"));
-        if rustix::process::geteuid().is_root() {
-            assert!(refused("").contains("name another user"));
-            let (user, group) = user(&name, &config("user = \"nobody\"")).unwrap().unwrap();
-            assert!(user > 0 && group > 0);
-        } else {
-            assert_eq!(user(&name, &config("")).unwrap(), None);
-            assert!(refused("user = \"nobody\"").contains("only root can start"));
-        }
-    }
-
-    /// A machine of one device, by a move.
-    fn described(token: u8, seed: u8) -> Described {
-        let spec = serde_json::json!({
-            "machine": "pc-q35-7.2", "settings": [], "accelerator": "Tcg", "cpu": "qemu64", "features": [],
-            "processors": {"present": 1, "max": 1, "sockets": 1, "dies": 1, "cores": 1, "threads": 1},
-            "memory": {"name": "pc.ram", "bytes": 1 << 20, "max_bytes": 1 << 20, "slots": 0},
-            "uuid": null, "boot_order": "", "kernel": false, "disks": [], "devices": []
-        });
-        Described {
-            token: Token([token; 16]),
-            from: [7; 32],
-            seed: Seed([seed; 16]),
-            spec: serde_json::from_value(spec).unwrap(),
-        }
-    }
-
-    #[test]
-    fn what_was_said_of_a_machine_is_of_its_move() {
-        let site = tempfile::tempdir().unwrap();
-        let name = ImageName::new("web").unwrap();
-        let from = |key: u8| Other {
-            key: [key; 32],
-            name: "far".into(),
-        };
-        let known = || load(site.path(), &name).unwrap().map(|known| known.token);
-        let coming = |token: u8, key: u8| {
-            let mut record = MachineRecord::foreign(Seed([1; 16]), Generation(1), from(key));
-            record.under_way = Some(Move::Coming(Token([token; 16]), from(key), Generation(1)));
-            record
-        };
-        let record = coming(1, 7);
-        assert!(described(1, 1).is_coming(&record));
-        assert!(!described(2, 1).is_coming(&record));
-        assert!(!described(1, 2).is_coming(&record));
-        assert!(!described(1, 1).is_coming(&coming(1, 8)));
-        assert!(!described(1, 1).has_come(&record));
-
-        // One that does not come leaves nothing.
-        store(site.path(), &name, &described(1, 1), &record).unwrap();
-        forget(site.path(), &name, &record).unwrap();
-        assert_eq!(known(), None);
-        forget(site.path(), &name, &record).unwrap();
-
-        // One that came is what it was after one that did not.
-        store(site.path(), &name, &described(1, 1), &record).unwrap();
-        let mut here = record.take(Token([1; 16])).unwrap();
-        assert!(described(1, 1).has_come(&here) && !described(1, 2).has_come(&here));
-        forget(site.path(), &name, &here).unwrap();
-        assert_eq!(known(), Some(Token([1; 16])));
-        here.under_way = Some(Move::Coming(Token([2; 16]), from(7), Generation(3)));
-        for _ in 0..2 {
-            store(site.path(), &name, &described(2, 1), &here).unwrap();
-            assert_eq!(known(), Some(Token([2; 16])));
-        }
-        forget(site.path(), &name, &here).unwrap();
-        assert_eq!(known(), Some(Token([1; 16])));
-    }
-
-    #[test]
-    fn only_the_qemu_that_was_started_is_killed() {
-        let site = tempfile::tempdir().unwrap();
-        let name = ImageName::new("web").unwrap();
-        let files = Files::of(site.path(), "web");
-        make_private_dir(files.directory()).unwrap();
-        assert!(!kill(site.path(), &name));
-        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        let began = beginning(child.id()).unwrap();
-        // Another process that has got its number.
-        let note = |began: &str| fs::write(files.pid(), format!("{} {began}\n", child.id()));
-        note(&format!("{began}0")).unwrap();
-        assert!(!kill(site.path(), &name));
-        note(&began).unwrap();
-        assert!(child.try_wait().unwrap().is_none());
-        assert!(kill(site.path(), &name));
-        assert!(!child.wait().unwrap().success());
-        assert!(!kill(site.path(), &name));
-    }
-
-    #[test]
-    fn what_a_qemu_says_is_bounded() {
-        let directory = tempfile::tempdir().unwrap();
-        let files = Files::of(directory.path(), "web");
-        make_private_dir(files.directory()).unwrap();
-        let mut log = Log::open(files.log()).unwrap();
-        log.write(b"drover: qemu-kvm -S\n");
-        for n in 0..20_000 {
-            log.write(format!("a line of a QEMU that says much, {n}\n").as_bytes());
-        }
-        let bytes = |path: PathBuf| fs::metadata(path).unwrap().len();
-        assert!(bytes(files.log()) <= MAX_LOG);
-        assert!(bytes(files.file("log.old")) <= MAX_LOG);
-        assert!(files.last_said().ends_with("19999"));
-        let before = files.bytes();
-        assert_eq!(files.end_since(before), None);
-        log.write(b"drover: ended: it was killed\n");
-        assert_eq!(files.end_since(before).unwrap(), "it was killed");
-        // Of an earlier one.
-        assert_eq!(files.end_since(files.bytes()), None);
-        drop(log);
-        // One that says nothing does not repeat an earlier one.
-        let mut log = Log::open(files.log()).unwrap();
-        log.write(b"drover: qemu-kvm -S\n");
-        assert_eq!(files.last_said(), "");
-    }
-}
+mod tests;

@@ -70,9 +70,15 @@ impl Files {
         self.file("start")
     }
 
-    /// How much of what QEMU has said is kept.
-    pub(crate) fn bytes(&self) -> u64 {
-        fs::metadata(self.log()).map_or(0, |log| log.len())
+    /// How QEMU ended, for who has started it: in no file that QEMU writes to.
+    pub(crate) fn ended(&self) -> PathBuf {
+        self.file("ended")
+    }
+
+    /// How QEMU ended, for a message, if it has.
+    pub(crate) fn end(&self) -> Option<String> {
+        let text = fs::read_to_string(self.ended()).ok()?;
+        (!text.is_empty()).then(|| clean(&text))
     }
 
     /// The last that the command which started QEMU has said.
@@ -92,16 +98,6 @@ impl Files {
         let mut lines = lines.filter(|line| !line.trim().is_empty());
         lines.next().map(clean).unwrap_or_default()
     }
-
-    /// How a QEMU ended, for a message, if one has since so much was kept of what it said.
-    pub(crate) fn end_since(&self, bytes: u64) -> Option<String> {
-        let said = fs::read(self.log()).unwrap_or_default();
-        // Less, and it was begun anew.
-        let new = usize::try_from(bytes).ok().and_then(|n| said.get(n..));
-        let new = String::from_utf8_lossy(new.unwrap_or(&said)).into_owned();
-        let mut lines = new.lines().rev();
-        lines.find_map(|line| line.strip_prefix(ENDED)).map(clean)
-    }
 }
 
 fn tail(path: &Path) -> String {
@@ -112,6 +108,3 @@ fn tail(path: &Path) -> String {
 
 /// How lines begin that QEMU has not said.
 pub(crate) const OURS: &str = "drover: ";
-
-/// How the line begins that tells that QEMU has ended.
-pub(crate) const ENDED: &str = "drover: ended: ";

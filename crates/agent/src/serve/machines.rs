@@ -345,6 +345,7 @@ impl SiteMachines {
         let _ = tokio::task::spawn_blocking(close).await;
         // All of it was flushed when they were closed.
         (0..record.disks.len()).for_each(|index| self.forget_journal(name, index));
+        self.forget_user(name);
         Ok((images, domain))
     }
 

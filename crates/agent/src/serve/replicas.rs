@@ -452,7 +452,8 @@ impl Handler<FailOver> for OfMachines {
         let order = ask.clone();
         let over = site.with_replicas(move |site| site.fail_over(&order));
         let (mut answer, replica) = over.await?;
-        let is_startable = replica.is_machine && machines.is_startable(&ask.name, &peer.domain);
+        let is_startable =
+            replica.is_machine && machines.is_startable(&ask.name, &peer.domain, &replica);
         if ask.start && is_startable {
             // By now it has taken over, whatever becomes of that.
             let name = &ask.name;

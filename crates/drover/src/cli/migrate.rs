@@ -103,7 +103,8 @@ pub struct MigrateArgs {
     pub start_script: bool,
     /// At the peer: start the QEMU that is built there for a machine (config.toml: `build`), and look after it until it ends; with --dry-run: print its command
     ///
-    /// The site does that by itself when a machine comes. For a service manager, which `start` in config.toml can ask to do it.
+    /// The site does that by itself when a machine comes. For a service manager, which `start` in config.toml can ask to do it; in a terminal
+    /// put `setsid -w` before it.
     #[arg(long, value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer", "list", "abort", "start_script"])]
     pub start: Option<ImageName>,
     /// List the machines that have moved to this site or from it, or are about to

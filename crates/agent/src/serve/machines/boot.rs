@@ -21,12 +21,12 @@ fn is_moved(name: &ImageName) -> Refusal {
 }
 
 impl SiteMachines {
-    /// Whether config.toml says how a machine of peers of this domain is started.
-    pub fn is_startable(&self, name: &ImageName, domain: &str) -> bool {
+    /// Whether config.toml says how the machine of a replica from a peer of this domain is started.
+    pub fn is_startable(&self, name: &ImageName, domain: &str, of: &Replica) -> bool {
         let config = self.config(name);
         config.is_ok_and(|config| {
             let is_startable = match config.build {
-                Some(_) => self.is_described(name),
+                Some(_) => self.is_described(name, of),
                 None => !config.start.is_empty(),
             };
             config.domain == domain && is_startable

@@ -187,11 +187,15 @@ async fn a_qemu_is_built_for_a_machine_that_moves() {
     assert!(planned.contains("qemu/web.qmp"), "{planned}");
     assert_eq!(planned.contains("user 65534"), is_root(), "{planned}");
 
-    // The site is not what keeps it alive.
-    sites.restart("far");
+    alone(&sites, &processes[0]);
+
+    // The site is not what keeps it alive. Its disks are where they were, whoever the next QEMU is to run as.
+    let table = boot.table("memory = \"128M\"").replace("nobody", "daemon");
+    expect(&mut sites, "far", &table);
     let last = there.said("beat").unwrap();
     there.wait_said("beat", last + 20).await;
     assert_eq!(boot.processes(), processes);
+    assert!(there.verify().await >= last + 20);
 
     // And back, where one is built too.
     expect(&mut sites, "near", &boot.table("memory = \"128M\""));
@@ -211,6 +215,43 @@ async fn a_qemu_is_built_for_a_machine_that_moves() {
     let machine = drover_hypervisor::Machine::connect(&socket).await.unwrap();
     machine.quit().await.unwrap();
     until("its QEMU is gone", || boot.processes().is_empty());
+}
+
+/// A QEMU that was built has no terminal, leaves no core, and its sockets to itself.
+fn alone(sites: &Sites, process: &Path) {
+    let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+    let stat = read(process.join("stat"));
+    let (_, fields) = stat.rsplit_once(") ").unwrap();
+    let fields: Vec<&str> = fields.split(' ').collect();
+    let (parent, session, terminal) = (fields[1], fields[3], fields[4]);
+    assert_eq!((session, terminal), (parent, "0"));
+    let limits = read(process.join("limits"));
+    let core = limits.lines().find(|line| line.starts_with("Max core"));
+    // Not 0: a program that is given core dumps would have it.
+    assert_eq!(
+        core.unwrap().split_whitespace().nth(4),
+        Some("1"),
+        "{core:?}"
+    );
+    let listening = read(PathBuf::from("/proc/net/unix"));
+    let monitor = sites
+        .world
+        .path("far")
+        .join("qemu/web.qmp")
+        .display()
+        .to_string();
+    let of_monitor = listening.lines().filter(|line| line.ends_with(&monitor));
+    let inodes: Vec<_> = of_monitor
+        .filter_map(|line| line.split_whitespace().nth(6))
+        .collect();
+    assert!(!inodes.is_empty(), "{listening}");
+    let parent = Path::new("/proc").join(parent).join("fd");
+    for descriptor in fs::read_dir(parent).unwrap().flatten() {
+        let open = fs::read_link(descriptor.path()).unwrap_or_default();
+        let open = open.display().to_string();
+        let is_it = |inode: &&str| open == format!("socket:[{inode}]");
+        assert!(!inodes.iter().any(is_it), "{open}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -270,6 +311,22 @@ async fn what_is_not_built_stays() {
     assert!(why.contains(device), "{why}");
     stays(&sites, &mut here).await;
     here.kill();
+    let mut odd = {
+        let node = drover_hypervisor::machine::Node::File {
+            name: "file".into(),
+            path: sites.world.path("web.raw"),
+        };
+        let launch = sites.launch(&[node, super::raw("file")]);
+        launch
+            .with("-boot menu=on")
+            .start(&sites.world.path(""), "web-near")
+    };
+    odd.machine().await;
+    sites
+        .world
+        .run("near", &dry_run)
+        .fails(1, &["was started with -boot menu=on", way_out]);
+    odd.kill();
 
     let mut here = sites.start("near").await;
     here.wait_said("beat", 20).await;
@@ -285,13 +342,34 @@ async fn what_is_not_built_stays() {
     expect(&mut sites, "far", &kvm);
     let tcg = "executed by QEMU itself, not by KVM, and `accelerator` there is not \"tcg\"";
     sites.world.run("near", &dry_run).fails(3, &[tcg, way_out]);
-    let program = "memory = \"128M\"\nprogram = \"/bin/false\"";
-    expect(&mut sites, "far", &boot.table(program));
-    let why = Moving::begin(&sites, "near", "far", &[]).fails();
-    assert!(
-        why.contains("did not start") && why.contains("exit status: 1"),
-        "{why}"
+    for (before, program, says) in [
+        ("", "program = \"/bin/false\"", "exit status: 1"),
+        ("", "program = \"/bin/true\"", "its QEMU has ended"),
+        // What earlier ones came to is not told again.
+        (
+            "[machines.web]\nstart = [\"/bin/sh\", \"-c\", \"echo no such unit >&2; exit 5\"]\n",
+            "",
+            "did not start: no such unit",
+        ),
+    ] {
+        let table = boot.table(&format!("memory = \"128M\"\n{program}"));
+        expect(&mut sites, "far", &(before.to_owned() + &table));
+        let why = Moving::begin(&sites, "near", "far", &[]).fails();
+        assert!(why.contains("did not start") && why.contains(says), "{why}");
+    }
+    // A shell that reads what QEMU would type is not this user's to give.
+    let start = format!(
+        "{} --home {} migrate --start web",
+        env!("CARGO_BIN_EXE_drover"),
+        sites.world.path("far").display()
     );
+    let typed = std::process::Command::new("script")
+        .args(["-qec", &start, "/dev/null"])
+        .stdin(std::process::Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&typed.stdout).into_owned();
+    assert!(said.contains("setsid -w drover migrate"), "{said}");
     if is_root() {
         let table = boot
             .table("memory = \"128M\"")
