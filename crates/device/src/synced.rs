@@ -40,7 +40,7 @@ mod write;
 
 pub use cache::{CacheContents, drop_chunks};
 pub use error::SyncedError;
-pub use handles::{Progress, PullHandle, PushHandle, Pushing};
+pub use handles::{NoWrites, Progress, PullHandle, PushHandle, Pushing};
 pub use options::{Hooks, Sync, SyncedOptions};
 pub use order::{Order, OrderError};
 pub use state::MAX_CHUNKS;
@@ -152,6 +152,7 @@ impl Synced {
             recorder: options.record_order.then(|| order::Recorder::new(geometry)),
             unverified: AtomicU64::new(unverified),
             closed: AtomicBool::new(false),
+            writes_refused: AtomicBool::new(false),
             failed: Mutex::default(),
             hand: AtomicU64::new(0),
             no_room: AtomicBool::new(false),

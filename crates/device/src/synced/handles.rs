@@ -1,7 +1,7 @@
 //! Control handles of a managed device: pulling, pushing, progress.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use drover_core::DeviceError;
@@ -178,5 +178,46 @@ impl PushHandle {
     #[must_use]
     pub fn pending(&self) -> u64 {
         self.shared.unpushed_bytes()
+    }
+    /// Refuses writes, and waits for those under way: what is pending afterwards becomes no more.
+    pub fn hold_writes(&self) -> NoWrites {
+        self.shared.writes_refused.store(true, Release);
+        drop(self.shared.barrier.write());
+        NoWrites {
+            shared: Arc::clone(&self.shared),
+            is_for_good: false,
+        }
+    }
+}
+
+/// A managed device refuses writes until this is dropped.
+#[must_use = "the device can be written again when this is dropped"]
+pub struct NoWrites {
+    shared: Arc<Shared>,
+    is_for_good: bool,
+}
+
+impl NoWrites {
+    /// It is never written again.
+    pub fn for_good(mut self) {
+        self.is_for_good = true;
+    }
+}
+
+impl Drop for NoWrites {
+    fn drop(&mut self) {
+        self.shared.writes_refused.store(self.is_for_good, Release);
+    }
+}
+
+impl Shared {
+    /// Fails while writes are refused.
+    pub(super) fn may_write(&self) -> Result<(), DeviceError> {
+        match self.writes_refused.load(Acquire) {
+            true => Err(DeviceError::Unavailable(
+                "its write lease is being handed over".into(),
+            )),
+            false => Ok(()),
+        }
     }
 }

@@ -49,6 +49,8 @@ pub(crate) struct Shared {
     pub(super) recorder: Option<order::Recorder>,
     pub(super) unverified: AtomicU64,
     pub(super) closed: AtomicBool,
+    /// See [`NoWrites`](super::NoWrites); checked with the barrier held.
+    pub(super) writes_refused: AtomicBool,
     /// Why the device has stopped.
     pub(super) failed: Mutex<Option<DeviceError>>,
     pub(super) hand: AtomicU64,

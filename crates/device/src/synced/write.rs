@@ -152,8 +152,9 @@ impl Shared {
                 self.reserve(new.count() as u64, &touched, deadline)?;
             }
             let barrier = self.barrier.read();
-            // A close waits for the requests past this check.
+            // A close waits for the requests past these checks.
             self.alive()?;
+            self.may_write()?;
             let stripe = self.states.write(touched.start);
             let missing: Vec<u64> = touched
                 .clone()

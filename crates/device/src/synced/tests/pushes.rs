@@ -153,3 +153,43 @@ fn a_commit_whose_answer_was_lost_is_known_again_after_a_crash() {
     device.close(true).unwrap();
     assert_eq!(far.bytes()[..50_000], [1; 50_000]);
 }
+
+#[test]
+fn nothing_is_written_while_writes_are_held() {
+    let far = Far::new(&[0; 200_000]);
+    let device = Synced::open(local(&FakeDirectory::default(), &far.remote())).unwrap();
+    let push = device.pusher();
+    let until = Instant::now() + Duration::from_millis(300);
+    let last = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        // A front end that was detached while in use.
+        scope.spawn(|| {
+            for i in 1_u64.. {
+                match device.write(i % 40 * 4096, &i.to_le_bytes()) {
+                    Ok(()) => last.store(i, Ordering::Release),
+                    Err(e) => assert!(matches!(e, DeviceError::Unavailable(_)), "{e}"),
+                }
+                if Instant::now() > until {
+                    break;
+                }
+            }
+        });
+        while Instant::now() < until {
+            let held = push.hold_writes();
+            push.sync().unwrap();
+            // What is pushed is all that there is, for as long as writes are held.
+            let then = last.load(Ordering::Acquire);
+            std::thread::yield_now();
+            assert_eq!(push.pending(), 0);
+            drop(held);
+            while last.load(Ordering::Acquire) == then && Instant::now() < until {
+                std::thread::yield_now();
+            }
+        }
+    });
+    push.hold_writes().for_good();
+    assert!(device.write(0, &[1; 512]).is_err());
+    assert!(device.write_zeroes(0, 4096, Zeroes::default()).is_err());
+    assert!(device.trim(0, 4096).is_err());
+    device.close(true).unwrap();
+}
