@@ -171,6 +171,8 @@ request!(LookAtLease: "mount.lease", Write, () => LeaseSeen);
 pub struct LeaseSeen {
     /// Whether the mount holds the write lease.
     pub held: bool,
+    /// Whether any mount does: otherwise nobody can hand it over.
+    pub has_writer: bool,
     /// The image's state, or an earlier one: with `point`, that of the point or one before.
     pub identity: Identity,
     /// With `point`: an encoded [`Summary`], unless generations are not recorded.

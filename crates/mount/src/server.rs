@@ -13,6 +13,7 @@ mod image;
 mod leases;
 mod open_images;
 mod overlays;
+mod points;
 mod pool;
 pub(crate) mod queue;
 mod recording;

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::control::{self, GetStatus, HandTo, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
+use super::lease;
 use super::left::Left;
 use super::moving::{self, AbortMove, MoveDisk, Moving};
 use super::record::{Front, How, Kept, Place, Record, boot};
@@ -24,7 +25,7 @@ use super::start::Ready;
 use super::status::{MountState, Status};
 use crate::error::{Context, Error, Result, bail, failed, one_line, refusal_of};
 use crate::home::Home;
-use crate::notice::notice;
+use crate::notice::{notice, tell_starter};
 use crate::signals::{self, Stop};
 use crate::text::{bytes, clean, now_unix};
 
@@ -104,6 +105,7 @@ pub async fn keep(
     record.since_unix = now_unix();
     record.boot = boot();
     record.unmounted = false;
+    record.handing_over = false;
     place.write(&record)?;
     let lines = shown.lines(&record);
     let notes = disks.iter().filter_map(|disk| disk.note(&record.how));
@@ -496,14 +498,7 @@ impl Daemon {
             self.push_all(limit)?;
         }
         if let (Some(to), [disk]) = (how.hand_over, self.disks.as_slice()) {
-            // A front end that was detached while in use may have written since.
-            if disk.dirty() > 0 && !disk.was_handed_over() {
-                bail!(
-                    "{} written after the last push, while it was being handed over; nothing is lost: end what uses it, and hand it over again",
-                    bytes(disk.dirty())
-                );
-            }
-            disk.hand_over(to, true)?;
+            self.hand_over(disk, to)?;
         }
         let flushed: Vec<_> = self.disks.iter().map(Disk::flush_local).collect();
         let left: u64 = self.disks.iter().map(Disk::dirty).sum();
@@ -546,6 +541,36 @@ impl Daemon {
                 self.place.name()
             ),
         }
+    }
+
+    /// Hands the write lease of its disk over, which is pushed.
+    fn hand_over(&self, disk: &Disk, to: HandTo) -> Result<()> {
+        // A front end that was detached while in use may have written since the last push.
+        let held = disk.hold_writes();
+        if disk.dirty() > 0 && !disk.was_handed_over() {
+            bail!(
+                "{} written after the last push, while it was being handed over; nothing is lost: end what uses it, and hand it over again",
+                bytes(disk.dirty())
+            );
+        }
+        self.note_handing_over(true)?;
+        let handed = disk.hand_over(to, true);
+        let stays = handed.as_ref().is_err_and(|e| !lease::may_be_done(e));
+        if stays && let Err(e) = self.note_handing_over(false) {
+            // Then the site is asked once more.
+            tracing::warn!("{e:#}");
+        }
+        match held {
+            Some(held) if !stays => held.for_good(),
+            held => drop(held),
+        }
+        handed.map(drop)
+    }
+
+    fn note_handing_over(&self, is_begun: bool) -> Result<()> {
+        let mut record = self.record.lock();
+        record.handing_over = is_begun;
+        self.place.write(&record)
     }
 
     fn has_handed_over(&self) -> bool {
@@ -683,15 +708,21 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     // A session of its own, so that signals and hang-ups of the terminal do not reach it.
     rustix::process::setsid().ok();
     let mut announced = false;
+    // One that is gone has nothing to hear.
+    tell_starter(Some(|text| {
+        let _ = send(&Ready::Note(text.to_owned()));
+    }));
     let waiting = |local, wanted| send(&Ready::Waiting(local, wanted));
     let result = keep_recorded(home, name, waiting, |lines, notes| {
         announced = true;
+        tell_starter(None);
         send_ready(&Ready::There(lines.to_vec(), notes.to_vec()))
     })
     .await;
     if let Err(e) = &result
         && !announced
     {
+        tell_starter(None);
         send_ready(&Ready::Failed(e.kind() as u8, one_line(e)))?;
     }
     result

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::builder::{Managed, Stack};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
-use drover_device::synced::{Order, PullHandle, Pushing, Sync, SyncedOptions};
+use drover_device::synced::{NoWrites, Order, PullHandle, Pushing, Sync, SyncedOptions};
 use drover_migrate::Movable;
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
@@ -215,6 +215,7 @@ impl Disk {
             left.image.or(known)
         });
         if offline
+            && !record.handing_over
             && let (Some(left), Some(known)) = (&left, &before)
             && was_of == Some(known.identity.digest)
             && left.shape == known.shape()
@@ -229,6 +230,10 @@ impl Disk {
         }
         let client = Client::open(&Handle::current(), connector, options).await;
         let client = client.map_err(|e| match (unopened(e, image), &unread) {
+            (e, _) if record.handing_over => e.context(format!(
+                "the write lease of {} was being handed over when this mount ended, and only the site knows whether it was",
+                image.image
+            )),
             (e, Some(unread)) if left.is_some() => {
                 e.context(format!("cannot mount offline ({unread:#})"))
             }
@@ -325,6 +330,14 @@ impl Disk {
                 "{} has no write lease that could be handed over",
                 self.target
             ),
+        }
+    }
+
+    /// Refuses what a front end that was detached while in use still writes to its cache.
+    pub fn hold_writes(&self) -> Option<NoWrites> {
+        match &self.kind {
+            Kind::Local(_) | Kind::Direct(_) => None,
+            Kind::Managed { managed, .. } => Some(managed.push.hold_writes()),
         }
     }
 

@@ -136,6 +136,6 @@ impl Lease {
 }
 
 /// Whether what was asked for may have been done, or may be done when it is asked for again.
-fn may_be_done(error: &Error) -> bool {
+pub(super) fn may_be_done(error: &Error) -> bool {
     matches!(error.code(), None | Some(Code::Unavailable))
 }

@@ -182,6 +182,10 @@ pub struct Record {
     /// The mount was ended cleanly and its cache kept.
     #[serde(default)]
     pub unmounted: bool,
+    /// Its process began to hand the write lease over, and did not learn that it stays: until the site was asked, the mount is not
+    /// opened from its cache alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub handing_over: bool,
 }
 
 /// The directory of one mount. The process that serves the mount holds its lock.
@@ -468,6 +472,7 @@ impl Record {
             boot: String::new(),
             // Cleared once the mount is up.
             unmounted: before.is_some_and(|b| b.unmounted),
+            handing_over: before.is_some_and(|b| b.handing_over),
         }
     }
 

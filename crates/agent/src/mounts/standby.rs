@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
@@ -14,7 +15,7 @@ use drover_device::builder::Managed;
 use drover_device::remote::{Epoch, Link, Remote};
 use drover_device::synced::drop_chunks;
 use drover_mount::client::{self, Client, Connector};
-use drover_mount::protocol::LeaseSeen;
+use drover_mount::protocol::{KEEP_ALIVE, LeaseSeen};
 use drover_net::service::{Exchange, Handler, Services};
 use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
 use drover_storage::{Directory, Envelope, HostDirectory};
@@ -34,6 +35,7 @@ use super::record::{Place, Record, boot};
 use super::status::{DiskStatus, MountState, Status};
 use crate::error::{Context, Error, Result, bail, one_line};
 use crate::home::Home;
+use crate::notice::notice;
 use crate::site::{self, find_peer};
 use crate::text::{bytes, now_unix};
 
@@ -45,6 +47,9 @@ const ASK_EVERY: Duration = Duration::from_secs(5);
 
 /// How often it tells how far it is.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
+
+/// How long a site may not know a mount whose link is up, before that is believed.
+const UNKNOWN_LIMIT: Duration = KEEP_ALIVE.dead_after.saturating_mul(2);
 
 /// The pause before a call is made again.
 const AGAIN: Duration = Duration::from_millis(250);
@@ -126,6 +131,8 @@ struct Waits {
     options: client::Options,
     /// Of the cache, as for any mount.
     identity: Vec<u8>,
+    /// Whether a mount had the write lease when the site was last asked.
+    had_writer: AtomicBool,
 }
 
 /// How its waiting ended.
@@ -163,6 +170,7 @@ impl Waits {
             connector,
             options,
             identity,
+            had_writer: AtomicBool::new(true),
         })
     }
 
@@ -216,6 +224,7 @@ impl Waits {
             // A mount like others, that was told to stand by after its process had died.
             return Ok(Began::Held);
         }
+        self.heard_of(&seen);
         let held = seen.held;
         let (client, record, identity) =
             (client.clone(), self.record.clone(), self.identity.clone());
@@ -233,6 +242,21 @@ impl Waits {
         tokio::task::spawn_blocking(open).await?
     }
 
+    /// Says so, once, when there is nobody who could hand the lease over.
+    fn heard_of(&self, seen: &LeaseSeen) {
+        let had_writer = self.had_writer.swap(seen.has_writer, Ordering::Relaxed);
+        if had_writer && !seen.has_writer {
+            notice(&format!("{}: {}", self.place.name(), self.in_vain()));
+        }
+    }
+
+    fn in_vain(&self) -> String {
+        format!(
+            "no mount has {} open for writing, so none can hand it over; end this one and mount it without --standby to write it now",
+            self.record.images[0]
+        )
+    }
+
     async fn until_held(
         &self,
         client: &Client,
@@ -243,6 +267,7 @@ impl Waits {
         stopped: &mut watch::Receiver<bool>,
     ) -> Result<Waited, Stop> {
         let (mut asked, mut reported) = (Instant::now(), None::<Instant>);
+        let mut unknown_since = None::<Instant>;
         let mut link = client.link();
         loop {
             if *stopped.borrow_and_update() {
@@ -264,14 +289,25 @@ impl Waits {
             // The site ends the connections of a mount that has got the lease.
             let has_changed = !is_same(&link, &now);
             if has_changed || asked.elapsed() >= ASK_EVERY {
+                unknown_since = unknown_since.filter(|_| !has_changed);
                 (link, asked) = (now, Instant::now());
                 match self.lease.look(!is_known).await {
                     Ok(seen) if seen.held => return Ok(Waited::Held),
                     Ok(seen) if !is_known && seen.generations.is_some() => {
                         return Ok(Waited::Again);
                     }
-                    Ok(_) => {}
+                    Ok(seen) => {
+                        self.heard_of(&seen);
+                        unknown_since = None;
+                    }
                     Err(e) if e.code() == Some(Code::Denied) => return Err(Stop::Failed(e)),
+                    // It was restarted, perhaps, and the link is about to learn of it.
+                    Err(e) if is_refused_for_good(&e) && matches!(link, Link::Up(_)) => {
+                        let since = *unknown_since.get_or_insert_with(Instant::now);
+                        if since.elapsed() >= UNKNOWN_LIMIT {
+                            return Err(Stop::Failed(e));
+                        }
+                    }
                     // The link may be down.
                     Err(e) => tracing::debug!("{}: {}", self.place.name(), one_line(&e)),
                 }
@@ -389,7 +425,10 @@ impl Waits {
                 Link::Down(why) => why,
                 Link::Gone(e) => e.to_string(),
             },
-            trouble: progress.trouble.map(|e| e.to_string()),
+            trouble: match self.had_writer.load(Ordering::Relaxed) {
+                true => progress.trouble.map(|e| e.to_string()),
+                false => Some(self.in_vain()),
+            },
             ..DiskStatus::default()
         }
     }
@@ -415,6 +454,11 @@ fn is_same(one: &Link, other: &Link) -> bool {
         (Link::Down(_), Link::Down(_)) => true,
         _ => false,
     }
+}
+
+/// Whether the site does not know this mount, or its image.
+fn is_refused_for_good(error: &Error) -> bool {
+    matches!(error.code(), Some(Code::OutOfOrder | Code::NotFound))
 }
 
 /// Drops from the cache what was written since it began, or all of it if that is not known. Afterwards all that is in it is as

@@ -18,6 +18,8 @@ use crate::notice::notice;
 pub enum Ready {
     /// It waits until enough of its disks is here: bytes that are, and that have to be.
     Waiting(u64, u64),
+    /// Something that the user should know while it waits.
+    Note(String),
     /// The mount is up; its paths or addresses, one per line, and what the user should know.
     There(Vec<String>, Vec<String>),
     /// It failed, with the exit code and message.
@@ -73,6 +75,7 @@ pub fn start(
         }
         match serde_json::from_str(&line).context("the mount daemon sent an invalid message")? {
             Ready::Waiting(local, wanted) => waiting(local, wanted),
+            Ready::Note(text) => notice(&text),
             Ready::There(lines, notes) => {
                 notes.iter().for_each(|note| notice(note));
                 return Ok(lines);

@@ -19,6 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 mod hand_over;
 
 use super::overlays::{finish_discarding, refuse};
+use super::points::Points;
 use super::recording;
 use super::settler::{RunningGuard, Settler};
 use crate::protocol::{MAX_RUNS, refusal_of};
@@ -178,6 +179,7 @@ pub struct Image {
     /// The lease edition whose writer staged the current epoch. Locked inside the leases.
     staged_by: Mutex<u64>,
     settler: Settler,
+    points: Points,
 }
 
 /// The boot ID of the machine; zeros if the kernel does not provide one.
@@ -209,6 +211,7 @@ impl Image {
             directory,
             overlay: OnceLock::new(),
             settler: Settler::default(),
+            points: Points::default(),
         };
         // Any past holder of the writer's lease may have written.
         if !image.leases.lock().was_written() {

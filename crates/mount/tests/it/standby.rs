@@ -184,7 +184,8 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
             Ok(())
         });
         // The same again has the same outcome, also at a site that was killed.
-        if random.bool() {
+        let has_ended = random.bool();
+        if has_ended {
             there.down.store(true, Ordering::Relaxed);
             there.cut();
             site.ends(&here, random.bool().then_some(seed));
@@ -210,7 +211,10 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
         match seen.written_since(&before) {
             Some(_) => standby.drop_old(&seen),
             // A site that dies in that instant may not know it.
-            None => standby = Standby::new(seed),
+            None => {
+                assert!(has_ended, "seed {seed}: it must know what was written");
+                standby = Standby::new(seed);
+            }
         }
         if random.bool() {
             standby.dies(power);
@@ -406,4 +410,38 @@ fn a_lease_is_handed_over_only_to_one_that_stands_by() {
     assert_eq!(bytes, [3; 512]);
     heir.write(0, &[5; 512]).unwrap();
     heir.close().unwrap();
+}
+
+#[test]
+fn one_that_stands_by_without_a_writer_is_told_and_ends_few_generations() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(SIZE, 1)));
+    let (here, there) = (
+        Near::new(site.server.clone()),
+        Near::new(site.server.clone()),
+    );
+    let look = |near: &Near, mount: u8, point| {
+        let ask = LookAtLease {
+            image: name("web"),
+            mount: MountId([mount; 16]),
+            point,
+        };
+        let seen = runtime.block_on(site.server.look_at_lease(&near.peer, ask));
+        seen.map_err(|refusal| refusal.code)
+    };
+    let _standby = open(&runtime, &there, options(Access::Standby, 2));
+    assert!(!look(&there, 2, true).unwrap().has_writer);
+    let writer = RemoteDevice::new(open(&runtime, &here, options(Access::ReadWrite, 1)));
+    assert!(look(&there, 2, true).unwrap().has_writer);
+    let ended = (1..200).find_map(|n| {
+        writer.write(0, &[n; 512]).unwrap();
+        look(&there, 2, true).err()
+    });
+    assert_eq!(ended, Some(Code::Busy), "it ends all generations there are");
+    // What uses up none, or is the holder's own, is not limited.
+    assert!(!look(&there, 2, false).unwrap().held);
+    assert!(look(&here, 1, true).unwrap().held);
+    writer.close().unwrap();
+    assert!(!look(&there, 2, false).unwrap().has_writer);
 }

@@ -1,12 +1,13 @@
 //! Mounts that stand by, and write leases that are handed over to them.
 
+use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 
 use serde_json::Value;
 
 use super::client::Client;
-use super::{Mounts, text};
+use super::{Mounts, text, tool};
 use crate::world::{signal, until, wait};
 
 const MIB: usize = 1 << 20;
@@ -49,6 +50,10 @@ impl Pair {
 
     /// Begins to stand by; the command ends when it has the lease.
     fn stand_by(&self) -> Child {
+        self.stand_by_with(Stdio::null())
+    }
+
+    fn stand_by_with(&self, stderr: Stdio) -> Child {
         let listen = format!("unix:{}", text(&self.there));
         let args = [
             "export",
@@ -59,7 +64,7 @@ impl Pair {
             "--standby",
         ];
         let mut command = self.m.world.drover("other", &args);
-        command.stdout(Stdio::null()).stderr(Stdio::null());
+        command.stdout(Stdio::null()).stderr(stderr);
         command.spawn().unwrap()
     }
 
@@ -189,25 +194,31 @@ fn a_writer_that_is_killed_after_the_hand_over_learns_of_it() {
     let mut p = Pair::new(83);
     let mut standby = p.stand_by();
     p.is_warm();
-    let process = p.m.list()[0]["process"].as_u64().unwrap() as u32;
-    let mut command =
-        p.m.world
-            .drover("near", &["mounts", "hand-over", text(&p.here)]);
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut handing = command.spawn().unwrap();
-    until("the lease is the other's", || p.is_held_there());
-    // It may just have ended by itself.
-    let _ = std::process::Command::new("kill")
-        .args(["-KILL", &process.to_string()])
-        .output();
-    wait(&mut handing);
+    // What its process leaves behind if it is killed before it learns of the hand-over.
+    let name = p.m.list()[0]["name"].as_str().unwrap().to_owned();
+    let place = p.m.world.path("near/mounts").join(&name);
+    let kept = p.m.world.path("kept");
+    tool("cp", &["-a", text(&place), text(&kept)]);
+    p.m.near(&["mounts", "hand-over", text(&p.here)]).ok();
     assert_eq!(wait(&mut standby), Some(0));
-    // If it was not done already, there is nothing to push.
+    assert!(!place.exists(), "nothing of it was left");
+    tool("cp", &["-a", text(&kept), text(&place)]);
+    let record = place.join("record.json");
+    let mut begun: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    begun["handing_over"] = true.into();
+    fs::write(&record, begun.to_string()).unwrap();
     let listen = format!("unix:{}", text(&p.here));
-    let back =
-        p.m.near(&["export", "far:web.raw", "--nbd", &listen, "--background"]);
-    assert_eq!(back.code, Some(3), "{back:?}");
-    p.m.near(&["unmount", text(&p.here), "--discard", "-y"]);
+    let again = ["export", "far:web.raw", "--nbd", &listen, "--background"];
+    // Nothing is written to its cache before the site was asked.
+    p.m.kill_site();
+    p.m.near(&again).fails(1, &["was being handed over"]);
+    p.m.start_site();
+    p.m.near(&again).fails(
+        3,
+        &["was handed over to", "unmount this one with --discard"],
+    );
+    p.m.near(&["unmount", text(&p.here), "--discard", "-y"])
+        .ok();
     p.is_there();
 }
 
@@ -243,4 +254,15 @@ fn one_that_stood_by_in_vain_leaves_nothing() {
     p.write(0, 7);
     p.m.unmount(&p.here, &[]).ok();
     assert!(p.m.far_bytes("web.raw") == p.bytes);
+    // Where nobody writes, it says that it waits in vain.
+    let none = "no mount has far:web.raw open for writing";
+    let standby = p.stand_by_with(Stdio::piped());
+    until("it is listed with the reason", || {
+        let trouble = &p.other()["disks"][0]["trouble"];
+        trouble.as_str().is_some_and(|text| text.contains(none))
+    });
+    p.m.world.run("other", &["unmount", text(&p.there)]).ok();
+    let said = standby.wait_with_output().unwrap().stderr;
+    let said = String::from_utf8_lossy(&said);
+    assert_eq!(said.matches(none).count(), 1, "{said}");
 }

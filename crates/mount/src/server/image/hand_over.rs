@@ -1,5 +1,7 @@
 //! The write lease of an image passes from its holder to a mount that stands by.
 
+use std::time::Instant;
+
 use drover_net::{Code, PeerKey, Refusal};
 use drover_store::lease::{HandOverToken, Identity, MountId, Who};
 
@@ -15,7 +17,7 @@ impl Image {
     /// How things stand for a mount that stands by, or holds the lease; see [`crate::protocol::LookAtLease`].
     ///
     /// # Errors
-    /// [`Code::OutOfOrder`]: it does neither; or a disk error.
+    /// [`Code::OutOfOrder`]: it does neither; [`Code::Busy`]: its site asks for points too often; or a disk error.
     pub fn look(&self, peer: PeerKey, mount: MountId, point: bool) -> Result<LeaseSeen, Refusal> {
         let leases = self.leases_soon()?;
         if !leases.takes_part(peer, mount) {
@@ -29,7 +31,8 @@ impl Image {
             edition: leases.last_edition(),
             epoch: self.committed(),
         };
-        let is_recorded = point && leases.holder().is_some();
+        let has_writer = leases.holder().is_some();
+        let is_recorded = point && has_writer;
         if is_recorded && self.generations().is_none() {
             self.open_for_writing(identity, identity)?;
         }
@@ -37,6 +40,9 @@ impl Image {
         drop(leases);
         let summary = match self.generations().filter(|_| is_recorded) {
             Some(generations) => {
+                if !held {
+                    self.points.take(peer, Instant::now())?;
+                }
                 let summary = generations.point().map_err(|e| refusal_of(e.into()))?;
                 // What was written before the point is read after it, and is not dropped: it must not change back when the site
                 // loses power.
@@ -47,6 +53,7 @@ impl Image {
         };
         Ok(LeaseSeen {
             held,
+            has_writer,
             identity,
             generations: summary.map(|summary| summary.encode()),
         })
