@@ -42,6 +42,8 @@ pub struct FailedOver {
     pub heard_ms: u64,
     /// Whether the round that it began then is not complete.
     pub under_way: bool,
+    /// Whether it is of a machine, not of the disk of a program.
+    pub is_machine: bool,
     /// Whether the machine runs here, or would.
     pub starts: bool,
     /// Why it does not, or would not, although it was to be started.

@@ -373,8 +373,13 @@ pub async fn failover(home: &Home, args: FailoverArgs) -> Result<()> {
     }
     if would.failed_over_ms.is_none() {
         let question = format!(
-            "{} It is not stopped: there may be two machines then. Fail over?",
-            show::heard(name, &would)
+            "{} It is not stopped: there may be two {} then. Fail over?",
+            show::heard(name, &would),
+            if would.is_machine {
+                "machines"
+            } else {
+                "disks that differ"
+            }
         );
         prompt::confirm(&question, args.yes)?;
     }

@@ -81,6 +81,8 @@ pub enum MigrateError {
         peer: String,
         /// Why the rest does not follow now.
         why: String,
+        /// Whether the same command may succeed without a change.
+        again: bool,
     },
     /// The program that uses a disk.
     #[error("the program was not {what}: {why}")]
@@ -116,6 +118,15 @@ pub enum MigrateError {
 }
 
 impl MigrateError {
+    /// The other site has refused a machine whose record cannot be written: its disks refuse its writes as long as that says that
+    /// it was handed over.
+    pub(crate) fn paused(machine: &ImageName, why: &Refusal) -> Self {
+        let text = format!(
+            "{why}; {machine} stays paused here, since its record says that it was handed over: make that file writable, then run the same command again"
+        );
+        Refusal::new(why.code, text).into()
+    }
+
     /// The refusal that it is.
     #[must_use]
     pub fn code(&self) -> Option<Code> {
@@ -135,6 +146,7 @@ impl MigrateError {
             Self::Net(e) => e.retryable(),
             Self::Teleport(e) => e.retryable(),
             Self::Lost | Self::OldCopy(_) | Self::TooEarly => true,
+            Self::Unfinished { again, .. } => *again,
             _ => false,
         }
     }

@@ -581,11 +581,9 @@ impl Driver<'_> {
             return Ok(());
         }
         match stays {
-            // It stays, which the next move finds out again.
-            true => tracing::warn!("{e}"),
-            false => return Err(e.into()),
+            true => self.stays_unstored(&e),
+            false => Err(e.into()),
         }
-        Ok(())
     }
 
     /// Does one action. Some when the move is over.

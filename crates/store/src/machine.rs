@@ -464,6 +464,13 @@ impl Machines {
         Ok(Some(machine))
     }
 
+    /// Whether a machine may run here, as far as its record can be read. One without a record may.
+    #[must_use]
+    pub fn may_run(&self, name: &ImageName) -> bool {
+        let known = self.load(name);
+        known.is_ok_and(|known| known.is_none_or(|known| known.may_run()))
+    }
+
     /// Replaces what is known of a machine; durable when it returns.
     ///
     /// # Errors

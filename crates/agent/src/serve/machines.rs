@@ -252,11 +252,12 @@ impl SiteMachines {
             name: format!("disk-{index}"),
             description: format!("{} of the machine {name} by drover", disk.image),
             read_only: false,
-            device: match record.is_committed() {
+            device: match self.kind() == Kind::Machine || record.is_committed() {
                 true => Arc::new(HandedOver::with_gate(
                     Arc::clone(&disk.device),
-                    Fence::new(&self.machines, name),
+                    Fence::new(&self.machines, name, record),
                 )),
+                // It is not served any more once it was taken.
                 false => Arc::clone(&disk.device) as _,
             },
         };

@@ -299,6 +299,7 @@ impl OfSite {
                 .collect(),
             heard_ms: known.heard_ms,
             under_way: known.under_way.is_some(),
+            is_machine: known.is_machine,
             starts: false,
             not_started: None,
         };
@@ -307,8 +308,9 @@ impl OfSite {
         }
         // Silence does not say that it has ended: it may not be reached, or make a round once a day.
         if is_new && !ask.force {
+            let uses = if known.is_machine { "run" } else { "use" };
             let text = format!(
-                "{} may still run {name}: it was heard {} s ago",
+                "{} may still {uses} {name}: it was heard {} s ago",
                 known.from.name,
                 now.saturating_sub(known.heard_ms) / 1000
             );

@@ -2,21 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use drover_agent::error::{Error, one_line};
+use drover_agent::error::{Error, chain, one_line};
 use drover_agent::home::Home;
 use drover_agent::machines;
 use drover_agent::signals::Stop;
 use drover_agent::site::{self, find_peer};
-use drover_agent::text::{Compress, count};
+use drover_agent::text::{Compress, clean, count};
 use drover_core::ImageName;
 use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
 use drover_hypervisor::{Hypervisor, HypervisorError, Place};
-use drover_net::{Backoff, RateLimit};
-use drover_store::machine::{MachineRecord, Owner};
+use drover_migrate::MigrateError;
+use drover_net::{Backoff, Code, NetError, RateLimit};
+use drover_store::machine::{MachineRecord, Machines, Move, Owner};
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
@@ -26,8 +27,11 @@ use super::hypervisor::place;
 use crate::cli::{self, EvacuateArgs, MigrateArgs};
 use crate::out;
 
-/// How long a lost connection is tried again.
+/// How long a lost connection is tried again, and what else fails of a machine that was handed over.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(600);
+
+/// A migration that lasted longer got somewhere: what breaks it is not what broke the one before.
+const STEADY: Duration = Duration::from_secs(60);
 
 /// How often it is looked whether another command has brought a migration to its end.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
@@ -50,36 +54,48 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
     let mut moves = JoinSet::new();
     for (hypervisor, name) in found {
         let one = Departing {
-            home: home.clone(),
-            args: of_one(&args, &hypervisor),
-            hypervisor,
+            machines: home.machines(),
             name: ImageName::new(&name)?,
-            peer: args.peer.clone(),
-            limit: limit.clone(),
             stop: stop.watch(),
+            patience: GIVE_UP_AFTER,
         };
-        let places = Arc::clone(&places);
+        let (home, peer, limit) = (home.clone(), args.peer.clone(), limit.clone());
+        let (of_it, places) = (of_one(&args, &hypervisor), Arc::clone(&places));
         moves.spawn(async move {
-            let moved = one.depart(&places).await;
+            let once = || {
+                let (home, hypervisor, peer) = (home.clone(), hypervisor.clone(), peer.clone());
+                let (of_it, limit) = (of_it.clone(), limit.clone());
+                async move { depart(&home, &hypervisor, &peer, &of_it, limit, false).await }
+            };
+            let moved = one.depart(&places, once).await;
             (moved, one.is_committed())
         });
     }
     let (mut stay, mut behind) = (0, 0);
+    let mut elsewhere = BTreeMap::<String, usize>::new();
     while let Some(moved) = moves.join_next().await {
-        let (moved, is_committed) = moved?;
-        if let Err(e) = moved {
-            match is_committed {
-                true => behind += 1,
-                false => stay += 1,
+        match moved? {
+            (Ok(None), _) => {}
+            (Ok(Some(peer)), _) if peer == args.peer => {}
+            (Ok(Some(peer)), _) => *elsewhere.entry(peer).or_default() += 1,
+            (Err(e), is_committed) => {
+                match is_committed {
+                    true => behind += 1,
+                    false => stay += 1,
+                }
+                out::note(&one_line(e.as_ref()));
             }
-            out::note(&one_line(e.as_ref()));
         }
     }
-    let (all_of_them, peer) = (count(all, "machine"), &args.peer);
+    let all_of_them = count(all, "machine");
     match (stay, behind) {
         (0, 0) if args.json => out::json(&json!({"event": "evacuated", "machines": all})),
-        (0, 0) => out::line(&format!("{all_of_them} moved to {peer}")),
+        (0, 0) => out::line(&format!("{all_of_them} moved to {}", whither(all, &args.peer, &elsewhere))),
         (_, 0) => Err(Error::msg(format!("{stay} of {all_of_them} did not move")).into()),
+        (0, _) => Err(Error::msg(format!(
+            "{behind} of {all_of_them} still need this host: keep it on, and run the same command again"
+        ))
+        .into()),
         _ => Err(Error::msg(format!(
             "{behind} of {all_of_them} still need this host, and {stay} did not move: keep it on, and run the same command again"
         ))
@@ -87,20 +103,32 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
     }
 }
 
+/// Where the machines went: those that other commands have moved may be elsewhere.
+fn whither(all: usize, peer: &str, elsewhere: &BTreeMap<String, usize>) -> String {
+    let other: usize = elsewhere.values().sum();
+    if other == 0 {
+        return peer.to_owned();
+    }
+    let of = |(peer, number): (&String, &usize)| format!("{} ({number})", clean(peer));
+    let mut sites: Vec<_> = elsewhere.iter().map(of).collect();
+    if other < all {
+        sites.insert(0, format!("{peer} ({})", all - other));
+    }
+    sites.join(", ")
+}
+
 /// One of the machines.
 struct Departing {
-    home: Home,
-    hypervisor: cli::Hypervisor,
+    machines: Machines,
     name: ImageName,
-    peer: String,
-    args: MigrateArgs,
-    limit: Option<Arc<RateLimit>>,
     stop: watch::Receiver<bool>,
+    /// How long what fails is tried again, once it was handed over.
+    patience: Duration,
 }
 
 impl Departing {
     fn record(&self) -> Option<MachineRecord> {
-        self.home.machines().load(&self.name).ok()?
+        self.machines.load(&self.name).ok()?
     }
 
     /// Whether it was handed over, and perhaps not all of it is there.
@@ -108,28 +136,54 @@ impl Departing {
         self.record().is_some_and(|record| record.is_committed())
     }
 
-    /// Moves it. One that was handed over is not left before all of it has followed: without this host it would wait for that.
-    async fn depart(&self, places: &Semaphore) -> Result<()> {
+    /// The site that it has moved to.
+    fn gone_to(&self) -> Option<String> {
+        let record = self.record().filter(|record| record.under_way.is_none())?;
+        match record.owner {
+            Owner::There(at) => Some(at.name),
+            Owner::Here => None,
+        }
+    }
+
+    /// Moves it by `once`; the site that another command has moved it to. One that was handed over is not left before all of it
+    /// has followed: without this host it would wait for that.
+    async fn depart<F: Future<Output = Result<()>>>(
+        &self,
+        places: &Semaphore,
+        mut once: impl FnMut() -> F,
+    ) -> Result<Option<String>> {
         let mut pauses = Backoff::default();
+        let mut failing: Option<Instant> = None;
         loop {
-            if self.is_committed() && self.wait_for_others().await? {
-                return Ok(());
+            if self.wait_for_others().await?
+                && let Some(peer) = self.gone_to()
+            {
+                return Ok(Some(peer));
             }
             let place = places.acquire().await?;
-            let limit = self.limit.clone();
-            let moved = depart(
-                &self.home,
-                &self.hypervisor,
-                &self.peer,
-                &self.args,
-                limit,
-                false,
-            );
-            let moved = moved.await;
+            if *self.stop.borrow() {
+                return Err(self.stopped());
+            }
+            let begun = Instant::now();
+            let moved = once().await;
             // Others need not wait for what is broken.
             drop(place);
-            let Err(error) = moved else { return Ok(()) };
-            if !self.is_committed() || *self.stop.borrow() {
+            let Err(error) = moved else { return Ok(None) };
+            if code_of(&error) == Some(Code::Held) {
+                // Another command was faster.
+                if let Some(peer) = self.gone_to() {
+                    return Ok(Some(peer));
+                }
+                if self.machines.mover(&self.name)?.is_some() {
+                    continue;
+                }
+            }
+            if begun.elapsed() > STEADY {
+                failing = None;
+            }
+            let since = *failing.get_or_insert(begun);
+            let may_help = may_pass(&error) && since.elapsed() < self.patience;
+            if !self.is_committed() || *self.stop.borrow() || !may_help {
                 return Err(error);
             }
             out::note(&one_line(error.as_ref()));
@@ -137,32 +191,61 @@ impl Departing {
         }
     }
 
-    /// Waits as long as another command works on it; whether it is at the other site then.
+    /// Waits as long as another command moves it; whether one did.
     async fn wait_for_others(&self) -> Result<bool> {
         let mut is_told = false;
-        while self.home.machines().mover(&self.name)?.is_some() {
+        while self.machines.mover(&self.name)?.is_some() {
             if !std::mem::replace(&mut is_told, true) {
-                out::note(&format!(
-                    "{}: another command copies what is left of its disks",
-                    self.name
-                ));
+                let what = match self.is_committed() {
+                    true => "another command copies what is left of its disks",
+                    false => "another command moves it",
+                };
+                out::note(&format!("{}: {what}", self.name));
             }
             self.pause(LOOK_EVERY).await?;
         }
-        let record = self.record();
-        Ok(is_told && record.is_some_and(|record| record.owner != Owner::Here))
+        Ok(is_told)
     }
 
     async fn pause(&self, pause: Duration) -> Result<()> {
         let mut stop = self.stop.clone();
         tokio::select! {
             () = tokio::time::sleep(pause) => Ok(()),
-            Ok(_) = stop.wait_for(|stop| *stop) => Err(Error::msg(format!(
-                "{} runs at {}, and some of its disks is still here", self.name, self.peer
-            ))
-            .into()),
+            Ok(_) = stop.wait_for(|stop| *stop) => Err(self.stopped()),
         }
     }
+
+    fn stopped(&self) -> anyhow::Error {
+        let under_way = self.record().and_then(|record| record.under_way);
+        let text = match under_way {
+            Some(Move::Committed(_, to)) => format!(
+                "{} was handed over to {}, and some of its disks may still be here",
+                self.name,
+                clean(&to.name)
+            ),
+            _ => format!("{} was not moved: stopped", self.name),
+        };
+        Error::msg(text).into()
+    }
+}
+
+fn code_of(error: &anyhow::Error) -> Option<Code> {
+    error.downcast_ref::<Error>().and_then(Error::code)
+}
+
+/// Whether a machine that was handed over may be brought to its end by trying again, without a change by anybody.
+fn may_pass(error: &anyhow::Error) -> bool {
+    chain(error.as_ref()).any(|cause| {
+        let of_net = |e: &NetError| e.retryable();
+        cause.downcast_ref().is_some_and(of_net)
+            || match (cause.downcast_ref(), cause.downcast_ref()) {
+                (Some(Error::Net(e)), _) => e.retryable(),
+                // Its QEMU has ended: the disks are read without it.
+                (_, Some(MigrateError::Hypervisor(_) | MigrateError::Nbd(_))) => true,
+                (_, Some(e)) => e.retryable(),
+                (_, None) => false,
+            }
+    })
 }
 
 /// The options of the migration of one of them.
@@ -245,3 +328,6 @@ async fn running(home: &Home) -> Result<BTreeMap<cli::Hypervisor, String>> {
     }
     Ok(found)
 }
+
+#[cfg(test)]
+mod tests;

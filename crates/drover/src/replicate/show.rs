@@ -151,8 +151,9 @@ pub fn heard(name: &ImageName, done: &FailedOver) -> String {
     };
     let ago = now_ms().saturating_sub(done.heard_ms) / 1000;
     let from = clean(&done.from);
+    let uses = if done.is_machine { "run" } else { "use" };
     format!(
-        "{from} {what} {} ago, and may still run {name}.",
+        "{from} {what} {} ago, and may still {uses} {name}.",
         seconds(ago)
     )
 }
@@ -186,8 +187,13 @@ pub fn failover(name: &ImageName, done: &FailedOver, dry_run: bool, json: bool) 
                 moment((at / 1000).cast_signed())
             ))?;
             out::note(&format!(
-                "drover: {} is not stopped by this: see that {name} does not run there any more",
-                clean(&done.from)
+                "drover: {} is not stopped by this: see that {name} {} there any more",
+                clean(&done.from),
+                if done.is_machine {
+                    "does not run"
+                } else {
+                    "is not used"
+                }
             ));
         }
         None => {

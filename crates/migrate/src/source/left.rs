@@ -7,7 +7,6 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::nbd::{NbdAddress, NbdOptions};
@@ -20,10 +19,6 @@ use serde::{Deserialize, Serialize};
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::program::behind::{Answering, Behind};
-
-/// How long a server of disks may take to start, and how often that is looked at.
-const SERVER_LIMIT: Duration = Duration::from_secs(30);
-const SERVER_POLL: Duration = Duration::from_millis(200);
 
 /// The file of [`LeftDisks`].
 pub(super) const FORMAT: Envelope = Envelope {
@@ -158,6 +153,9 @@ impl LeftDisk {
 
     /// Opens it for reading. Blocks. A file that was written, or replaced, since it was stamped is refused, unless files are to be
     /// trusted.
+    ///
+    /// # Errors
+    /// When it cannot be read now; [`is_away`] of one whose server does not run.
     pub(super) fn open(&self, trust_files: bool) -> Result<Arc<dyn BlockDevice>, MigrateError> {
         let nbd = |address: &NbdAddress| -> Result<Arc<dyn BlockDevice>, MigrateError> {
             let options = NbdOptions {
@@ -187,16 +185,7 @@ impl LeftDisk {
                 let opened = ImageDevice::open(path);
                 of_file(path, opened.map(|device| Arc::new(device) as _))?
             }
-            (LeftData::Nbd(address), _) => {
-                let begun = Instant::now();
-                loop {
-                    match nbd(address) {
-                        // The site that serves it may be starting.
-                        Err(_) if begun.elapsed() < SERVER_LIMIT => std::thread::sleep(SERVER_POLL),
-                        opened => break opened?,
-                    }
-                }
-            }
+            (LeftData::Nbd(address), _) => nbd(address)?,
             (LeftData::Other, Err(error)) => return Err(error),
         };
         if device.size() != self.size {
@@ -208,6 +197,11 @@ impl LeftDisk {
         }
         Ok(device)
     }
+}
+
+/// Whether a disk cannot be read because its server does not run: the site that serves it may be starting.
+pub(super) fn is_away(error: &MigrateError) -> bool {
+    matches!(error, MigrateError::Nbd(e) if e.is_transient())
 }
 
 /// What is left of a machine, or may be.
@@ -231,6 +225,8 @@ pub fn bytes_of(round: &Round) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn medium(format: &str, data: Data) -> Medium {
@@ -314,6 +310,16 @@ mod tests {
             &medium("raw", Data::File(path.clone())),
             export(),
         ));
+    }
+
+    #[test]
+    fn only_a_server_that_does_not_run_is_waited_for() {
+        let away = LeftDisk::new(&medium("raw", Data::Nbd(export())), export());
+        assert!(is_away(&away.open(false).map(drop).unwrap_err()));
+        // Nobody brings it back.
+        let gone = Data::File("/nowhere/disk".into());
+        let gone = LeftDisk::new(&medium("raw", gone), export());
+        assert!(!is_away(&gone.open(true).map(drop).unwrap_err()));
     }
 
     #[test]

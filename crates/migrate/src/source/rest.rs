@@ -5,15 +5,15 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, ImageName};
 use drover_device::stage::MAX_ARRIVING;
-use drover_net::{Code, decode, encode};
-use drover_store::machine::Token;
+use drover_net::{Code, NetError, Refusal, decode, encode};
+use drover_store::machine::{Machines, Token};
 use drover_teleport::SendOptions;
 
-use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round};
+use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, is_away};
 use super::report::{MoveEvent, OnMove, PostCopy, Step};
 use super::{Driver, call};
 use crate::disks::{DiskWriter, Sent};
@@ -23,6 +23,10 @@ use crate::program::behind::{Behind, Calling, Link, is_unknown};
 use crate::program::parts::Blocks;
 use crate::program::protocol::kind;
 use crate::protocol::{FetchDisks, Kind, SendDisks};
+
+/// How long the servers of all disks may take to start, and how often that is looked at.
+const SERVER_LIMIT: Duration = Duration::from_secs(30);
+const SERVER_POLL: Duration = Duration::from_millis(200);
 
 /// The site that the machine has gone to.
 struct Gone {
@@ -77,7 +81,45 @@ impl Link for Gone {
     }
 }
 
+/// Whether what is left cannot be read, or is not taken, until somebody changes that. A hypervisor that has ended does not prevent
+/// it: the disks are read without it then.
+fn is_for_good(error: &MigrateError) -> bool {
+    matches!(
+        error,
+        MigrateError::Unsupported(_)
+            | MigrateError::File { .. }
+            | MigrateError::Refused(_)
+            | MigrateError::Net(NetError::Refused(_))
+            | MigrateError::Protocol(_)
+    )
+}
+
+/// A record was not stored by which a machine stays. The next move finds that out again; but as long as the record says that the
+/// machine was handed over, its disks refuse what it writes: it stays paused.
+fn stays_unstored(
+    machines: &Machines,
+    machine: &ImageName,
+    why: &Refusal,
+) -> Result<(), MigrateError> {
+    if machines.may_run(machine) {
+        tracing::warn!("{why}");
+        return Ok(());
+    }
+    Err(MigrateError::paused(machine, why))
+}
+
 impl Driver<'_> {
+    /// See [`stays_unstored`]; a program's disk has no such gate.
+    pub(super) fn stays_unstored(&self, why: &Refusal) -> Result<(), MigrateError> {
+        match self.device.is_none() {
+            true => stays_unstored(self.machines, &self.options.machine, why),
+            false => {
+                tracing::warn!("{why}");
+                Ok(())
+            }
+        }
+    }
+
     /// Makes what may be left of the disks ready to follow the machine, if that is wanted and the other site can.
     pub(super) async fn offer_rest(&mut self, sent: &Arc<Sent>) -> Result<(), MigrateError> {
         self.rest = None;
@@ -210,12 +252,20 @@ impl Driver<'_> {
         if known.token != self.seeder.token() {
             return Ok(None);
         }
-        let (disks, trust_files) = (known.disks.clone(), self.options.trust_files);
-        let opened = tokio::task::spawn_blocking(move || {
-            let devices = disks.iter().map(|disk| disk.open(trust_files));
-            devices.collect::<Result<Vec<_>, _>>()
-        });
-        let devices = opened.await.map_err(|_| MigrateError::Stopped)??;
+        let begun = Instant::now();
+        let devices = loop {
+            let (disks, trust_files) = (known.disks.clone(), self.options.trust_files);
+            let opened = tokio::task::spawn_blocking(move || {
+                let devices = disks.iter().map(|disk| disk.open(trust_files));
+                devices.collect::<Result<Vec<_>, _>>()
+            });
+            match opened.await.map_err(|_| MigrateError::Stopped)? {
+                Err(e) if is_away(&e) && begun.elapsed() < SERVER_LIMIT => {
+                    tokio::time::sleep(SERVER_POLL).await;
+                }
+                opened => break opened?,
+            }
+        };
         Ok(Some(Rest {
             behind: self.behind(devices, &Arc::default()),
             answering: None,
@@ -227,21 +277,25 @@ impl Driver<'_> {
 
     /// Sends what is left, if anything is, of a machine that was taken.
     pub(super) async fn follow_rest(&mut self) -> Result<(), MigrateError> {
-        let unfinished = |machine: &ImageName, peer: &str, why: &dyn std::fmt::Display| {
-            MigrateError::Unfinished {
+        let unfinished =
+            |machine: &ImageName, peer: &str, why: &MigrateError| MigrateError::Unfinished {
                 machine: machine.to_string(),
                 peer: peer.to_owned(),
                 why: why.to_string(),
-            }
-        };
+                again: is_away(why) || !is_for_good(why),
+            };
         let (machine, peer) = (
             self.options.name_there.clone(),
             self.options.send.peer_name.clone(),
         );
+        let mut stop = self.stop.clone();
         let rest = match self.rest.take().filter(|rest| rest.is_left) {
             Some(rest) => Some(rest),
             None => {
-                let recorded = self.recorded_rest().await;
+                let recorded = tokio::select! {
+                    recorded = self.recorded_rest() => recorded,
+                    Ok(_) = stop.wait_for(|stop| *stop) => Err(MigrateError::Stopped),
+                };
                 recorded.map_err(|e| unfinished(&machine, &peer, &e))?
             }
         };
@@ -249,7 +303,6 @@ impl Driver<'_> {
             return Ok(());
         };
         self.step(Step::Rest);
-        let mut stop = self.stop.clone();
         let send = async {
             hold("rest").await;
             let connections = match (rest.pages, rest.answering) {
@@ -269,5 +322,52 @@ impl Driver<'_> {
             Err(e) => return Err(unfinished(&machine, &peer, &e)),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_store::machine::{MachineRecord, Other, Seed};
+
+    use super::*;
+
+    #[test]
+    fn a_machine_whose_disks_refuse_its_writes_stays_paused() {
+        let directory = tempfile::tempdir().unwrap();
+        let machines = Machines::new(directory.path().to_owned());
+        let name = ImageName::new("web").unwrap();
+        let (token, to) = (
+            Token([2; 16]),
+            Other {
+                key: [1; 32],
+                name: "far".into(),
+            },
+        );
+        let here = MachineRecord::new(Seed([3; 16]), Vec::new());
+        let leaving = here.leave(token, to).unwrap();
+        let full = Refusal::new(Code::Io, "cannot write the record of the machine web");
+        let stays = || stays_unstored(&machines, &name, &full);
+        machines.store(&name, &leaving).unwrap();
+        stays().unwrap();
+        machines
+            .store(&name, &leaving.commit(token).unwrap())
+            .unwrap();
+        let said = stays().unwrap_err().to_string();
+        assert!(said.contains("web stays paused here"), "{said}");
+        // One that cannot be read may be either.
+        std::fs::write(directory.path().join("web"), "torn").unwrap();
+        stays().unwrap_err();
+    }
+
+    #[test]
+    fn what_somebody_has_to_mend_is_not_tried_again() {
+        for (error, for_good) in [
+            (MigrateError::Unsupported("another size".into()), true),
+            (Refusal::new(Code::Held, "revoked").into(), true),
+            (MigrateError::Lost, false),
+            (MigrateError::Stopped, false),
+        ] {
+            assert_eq!(is_for_good(&error), for_good, "{error}");
+        }
     }
 }

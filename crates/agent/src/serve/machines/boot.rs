@@ -33,11 +33,14 @@ impl SiteMachines {
         })
     }
 
-    /// Whether the machine of a replica could be this site's now, and be booted.
+    /// Whether the machine of a replica could be this site's now. What is at its QMP socket is not asked.
     ///
     /// # Errors
-    /// When there is another machine of that name.
+    /// When there is another machine of that name, or a command moves it.
     pub fn may_boot(&self, name: &ImageName, of: &Replica) -> Result<(), Refusal> {
+        let Some(_lock) = self.machines.lock(name).map_err(failed)? else {
+            return Err(is_moved(name));
+        };
         self.booted(name, of).map(drop)
     }
 
