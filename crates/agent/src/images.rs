@@ -1,16 +1,15 @@
 //! Images of this site and of peers: listing, verifying, indexing, removing.
 
+mod mark;
+
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use drover_core::ImageName;
-use drover_image::{Stamp, named_files};
-use drover_mount::server::keep_on_disk;
+use drover_image::named_files;
 use drover_net::{Code, DEFAULT_DOMAIN};
-use drover_store::generations::{InFileError, Summary, new_of_file, of_file, write_in_file};
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::services::{
     ImageInfo, IndexImage, ListImages, Progress, Removal, RemoveImage, ShareImage, Verified,
@@ -19,7 +18,7 @@ use drover_teleport::services::{
 
 use crate::audit::{Audited, Event, Outcome, Record};
 use crate::changes;
-use crate::error::{Context, Error, Result, bail};
+use crate::error::{Context, Error, Result};
 use crate::home::Home;
 use crate::machines::forget_disk;
 use crate::mounts::refuse_written;
@@ -28,11 +27,10 @@ use crate::remote::Call;
 use crate::site::{self, find_peer};
 use crate::text::{bytes, some};
 
+pub use mark::{mark, unmark};
+
 /// How long a hypervisor may take to end after its machine has left.
 pub const HYPERVISOR_ENDS: Duration = Duration::from_secs(30);
-
-/// How often that is looked at.
-const HYPERVISOR_POLL: Duration = Duration::from_millis(20);
 
 /// Upper bound on the images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
@@ -331,47 +329,10 @@ impl Indexer {
         let record = record.with_context(|| {
             format!("{} was removed again while it was indexed", path.display())
         })?;
-        if let Err(e) = take_up(&self.home, &record) {
+        if let Err(e) = mark::take_up(&self.home, &record) {
             tracing::warn!(image = %record.name, "its generations are not taken up: {e}");
         }
         Ok(record)
-    }
-
-    /// Refuses to mark a file that is an image of the site which is mounted, or has changes: they are changes of the file as it is.
-    ///
-    /// # Errors
-    /// [`Code::Held`] then, with the way out; or the site's state cannot be read.
-    pub async fn may_mark(&self, path: &Path) -> Result<()> {
-        refuse_written(&self.home, path)?;
-        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
-        let known = match ImageName::new(name) {
-            Ok(name) => self.catalog.by_name(&name)?,
-            Err(_) => None,
-        };
-        let Some(image) = known.filter(|image| image.path == path) else {
-            return Ok(());
-        };
-        let held = |why: &str| {
-            let text = format!("cannot mark {}: {why}", path.display());
-            Err(Error::coded(Code::Held, text))
-        };
-        let changes = changes::of_image(&self.home, &image.name);
-        if changes.is_some_and(|changes| changes.changed_bytes > 0) {
-            return held(
-                "the image has changes that mounts made: merge or drop them (`drover changes`)",
-            );
-        }
-        let domain = self.home.domain_name();
-        let mut leases = crate::mounts::held(&self.home).await?.into_iter();
-        let is_used = leases.any(|one| {
-            one.image == name
-                && one.domain == domain
-                && (one.writer.is_some() || !one.connected.is_empty())
-        });
-        match is_used {
-            true => held("the image is mounted (`drover mounts leases`)"),
-            false => Ok(()),
-        }
     }
 
     /// Refuses an image that is read from other files. In the images directory, those must be images of the site.
@@ -400,81 +361,6 @@ impl Indexer {
             None => Ok(()),
         }
     }
-}
-
-/// Takes up what the file of an image that was just indexed says of the generations of its disk, if it is the copy of a disk that
-/// a machine has left ([`mark`]).
-fn take_up(home: &Home, image: &ImageRecord) -> Result<()> {
-    let Some(of) = (image.format == "qcow2")
-        .then(|| of_file(&image.path))
-        .flatten()
-    else {
-        return Ok(());
-    };
-    // What was read is what was indexed.
-    if image.stamp.is_none() || image.stamp != Stamp::of_path(&image.path).ok() {
-        return Ok(());
-    }
-    let (state, size) = (home.mounted_dir(), image.virtual_bytes);
-    Ok(keep_on_disk(&state, &image.name, size, image.digest, &of)?)
-}
-
-/// Notes in the qcow2 file of a disk that nobody writes which state of the disk it has, so that the disk can be compared with any
-/// copy of the file, and has QEMU record in it what it writes from now on. Returns the generations as a peer is told them. Waits for
-/// a hypervisor that is about to end, for as long as `patience`; blocks.
-///
-/// # Errors
-/// When the file is in use, is no qcow2 that can have them, or cannot be written.
-pub fn mark(file: &Path, patience: Duration) -> Result<Vec<u8>> {
-    let begun = Instant::now();
-    let generations = loop {
-        match new_of_file(file) {
-            Err(InFileError::InUse(_)) if begun.elapsed() < patience => {
-                std::thread::sleep(HYPERVISOR_POLL);
-            }
-            generations => break generations.map_err(Error::msg)?,
-        }
-    };
-    // First, since that opens the file for writing.
-    if let Err(e) = record_in_bitmap(file, &generations) {
-        tracing::warn!(file = %file.display(), "QEMU will not record what it writes to it: {e}");
-    }
-    write_in_file(file, &generations).map_err(Error::msg)?;
-    Ok(generations.encode())
-}
-
-/// Makes a dirty bitmap in a qcow2 file that is named after its generations, in place of earlier ones.
-fn record_in_bitmap(file: &Path, generations: &Summary) -> Result<()> {
-    let run = |args: &[&OsStr]| -> Result<Vec<u8>> {
-        let done = Command::new("qemu-img").args(args).output();
-        let done = done.context("cannot run qemu-img (qemu-utils)")?;
-        if !done.status.success() {
-            let said = String::from_utf8_lossy(&done.stderr);
-            bail!("qemu-img: {}", said.trim());
-        }
-        Ok(done.stdout)
-    };
-    let file = file.as_os_str();
-    let text = |args: &'static [&'static str]| args.iter().map(OsStr::new);
-    let said = run(&text(&["info", "--output=json", "-f", "qcow2"])
-        .chain([file])
-        .collect::<Vec<_>>())?;
-    let about: serde_json::Value = serde_json::from_slice(&said).unwrap_or_default();
-    let known = about["format-specific"]["data"]["bitmaps"].as_array();
-    let names = known
-        .into_iter()
-        .flatten()
-        .filter_map(|bitmap| bitmap["name"].as_str());
-    let ours = names.filter(|name| Summary::since(name, 0, &[]).is_some());
-    for name in ours {
-        let remove = text(&["bitmap", "--remove", "-f", "qcow2"]).chain([file, OsStr::new(name)]);
-        run(&remove.collect::<Vec<_>>())?;
-    }
-    if let Some(name) = generations.bitmap_name() {
-        let add = text(&["bitmap", "--add", "-g", "64K", "-f", "qcow2"]);
-        run(&add.chain([file, OsStr::new(&name)]).collect::<Vec<_>>())?;
-    }
-    Ok(())
 }
 
 /// Freezes the image of a disk that a machine has left here, a file of its own, and begins its generations; they are returned

@@ -298,7 +298,7 @@ pub struct ImagesArgs {
 /// Use existing local image files as a source of blocks
 ///
 /// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never deletes them, and modifies
-/// them only with --mark. If the site is running, it reads the files, so its user needs permission to read them.
+/// them only with --mark or --unmark. If the site is running, it reads the files, so its user needs permission to read them.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -311,12 +311,20 @@ pub struct IndexArgs {
     /// Index also images that are read from other files, such as backing files, and list those: who may read the image can read them
     #[arg(long)]
     pub with_parts: bool,
-    /// Note in each file, a qcow2 that no program has open, which state of its disk it has
+    /// Note in each file, a qcow2 that no program has open, which state of its disk it has (needs qemu-img)
     ///
     /// Copies of the file that are indexed at other sites are then old copies of the disk. QEMU records in the file what a machine writes that
-    /// is started from it (with qemu-img here): when that machine moves to such a site, only this is read and sent.
+    /// is started from it: when that machine moves to such a site, only this is read and sent. The image is frozen, here and where copies
+    /// are indexed: drover does not mount it for writing (`drover mounts break` thaws it, --unmark too). QEMU does not return to internal
+    /// snapshots of a marked file: such a file is not marked, and before you use those that you make later, --unmark the file.
     #[arg(long)]
     pub mark: bool,
+    /// Remove from each file what --mark, or `drover migrate --mark-files`, has noted in it (needs qemu-img)
+    ///
+    /// The image is no longer frozen here. If a machine has left the file, that is only right if the newer copy is lost. Other copies of
+    /// the file stay as they are.
+    #[arg(long, conflicts_with = "mark")]
+    pub unmark: bool,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,

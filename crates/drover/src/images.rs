@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use drover_agent::error::{Error, one_line};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::images::{Indexer, changed_bytes, info, list_of_peer, removal, remove, written};
 use drover_agent::text::{bytes, clean, moment};
@@ -326,7 +327,9 @@ pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> 
     if files.is_empty() {
         return Err(usage("no files to index: the directories are empty"));
     }
-    let mut indexer = Indexer::new(&home(&args.of.domain)?)?;
+    let home = home(&args.of.domain)?;
+    let mut indexer = Indexer::new(&home)?;
+    let (all, mut unchanged) = (files.len(), 0);
     for path in files {
         let bar = Bar::new(
             &path.file_name().unwrap_or_default().to_string_lossy(),
@@ -334,10 +337,12 @@ pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> 
         );
         let shown = bar.clone();
         let progress = move |done, total| shown.at(done, total);
-        if args.mark {
-            indexer.may_mark(&path).await?;
-            let path = path.clone();
-            tokio::task::spawn_blocking(move || images::mark(&path, Duration::ZERO)).await??;
+        if let Err(e) = change(&home, &path, &args).await {
+            if all == 1 {
+                return Err(e.into());
+            }
+            unchanged += 1;
+            not_marked(&path, &one_line(&e), args.json)?;
         }
         let record = indexer.index(&path, args.with_parts, progress).await;
         bar.clear();
@@ -349,7 +354,31 @@ pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> 
         };
         report_indexed(&record, &path, &parts, args.json)?;
     }
-    Ok(indexer.close().await?)
+    indexer.close().await?;
+    let what = if args.mark { "marked" } else { "unmarked" };
+    match unchanged {
+        0 => Ok(()),
+        n => bail!("{n} of {all} files are indexed, but not {what}"),
+    }
+}
+
+/// Marks a file, or removes its mark, if that was asked for.
+async fn change(home: &Home, path: &Path, args: &IndexArgs) -> Result<(), Error> {
+    if args.mark {
+        images::mark(home, path, Duration::ZERO).await?;
+    }
+    if args.unmark {
+        images::unmark(home, path).await?;
+    }
+    Ok(())
+}
+
+fn not_marked(path: &Path, why: &str, json: bool) -> Result<()> {
+    if json {
+        return out::json(&json!({"event": "note", "path": path, "message": clean(why)}));
+    }
+    out::note(&clean(&format!("note: {}: {why}", path.display())));
+    Ok(())
 }
 
 /// The other files that an image is read from.

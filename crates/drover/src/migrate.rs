@@ -171,7 +171,7 @@ async fn depart(
                 close(home, &name).await;
                 ended::left(home, &name, &peer, &report).await;
                 let marked = match args.mark_files || home.config.mark_files {
-                    true => mark(&report.left_disks, args.keep_source, &show).await,
+                    true => mark(home, &report.left_disks, args.keep_source, &show).await,
                     false => Vec::new(),
                 };
                 let files = match args.no_index {
@@ -200,18 +200,21 @@ pub fn work(home: &Home, name: &ImageName) -> PathBuf {
 
 /// Notes in the qcow2 files of disks that a machine has left which state they have; returns their generations. It has moved: what
 /// fails is only told.
-async fn mark(files: &[LeftFile], keep_source: bool, show: &Show) -> Vec<(u32, Vec<u8>)> {
+async fn mark(
+    home: &Home,
+    files: &[LeftFile],
+    keep_source: bool,
+    show: &Show,
+) -> Vec<(u32, Vec<u8>)> {
     let mut done = Vec::new();
     for left in files.iter().filter(|left| left.format == "qcow2") {
-        let path = left.path.clone();
-        let marked = match keep_source {
-            true => Err(Error::usage("QEMU stays, and has it open")),
-            false => tokio::task::spawn_blocking(move || images::mark(&path, HYPERVISOR_ENDS))
-                .await
-                .map_err(Error::from)
-                .flatten(),
+        let marked = async {
+            if keep_source {
+                return Err(Error::usage("QEMU stays, and has it open"));
+            }
+            images::mark(home, &left.path, HYPERVISOR_ENDS).await
         };
-        match marked {
+        match marked.await {
             Ok(generations) => done.push((left.disk, generations)),
             Err(e) => show.not_marked(&left.path, &one_line(&e)),
         }

@@ -56,4 +56,4 @@ pub use layout::{GrainRange, Layout, LayoutError, LayoutLimits, Order, Piece, Pi
 pub use outgoing::{Conversion, Outgoing, open_for_sending, open_for_sending_with, qcow2_of};
 pub use parse::{Parsed, parse};
 pub use parts::{Part, named_files, parts};
-pub use qcow2::{Change, MAX_ATTACHED_BYTES, attach, attached, qcow2_size};
+pub use qcow2::{Change, MAX_ATTACHED_BYTES, attach, attached, detach, qcow2_size};

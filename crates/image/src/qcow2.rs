@@ -4,6 +4,7 @@
 //! compression, backing files. Internal snapshots are not interpreted: clusters that only they use count as metadata.
 
 mod attached;
+mod bitmaps;
 mod create;
 mod header;
 
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use drover_core::ReadAt;
 use flate2::{Decompress, FlushDecompress, Status};
 
-pub use attached::{Change, MAX_ATTACHED_BYTES, attach, attached, qcow2_size};
+pub use attached::{Change, MAX_ATTACHED_BYTES, attach, attached, detach, qcow2_size};
 pub(crate) use create::Created;
 use header::{Compression, Header};
 

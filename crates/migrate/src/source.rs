@@ -9,6 +9,7 @@ mod domain;
 mod follow_domain;
 mod forward;
 mod left;
+mod left_files;
 pub mod moving;
 mod proof;
 mod report;
@@ -32,6 +33,7 @@ use tokio::sync::{Notify, watch};
 
 use self::device::Device;
 use self::disks::Disks;
+pub use self::left_files::{FollowedFile, left_files};
 use self::proof::Delivered;
 pub use self::report::{
     DiskGenerations, LeftFile, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step,

@@ -28,14 +28,16 @@ mod in_file;
 mod line;
 mod points;
 mod summary;
+mod thawed;
 mod units;
 
 pub use crate::machine::Generation;
 pub use device::Recorded;
-pub use in_file::{InFileError, new_of_file, of_file, write_in_file};
+pub use in_file::{InFileError, new_of_file, of_file, remove_from_file, write_in_file};
 pub use line::{About, Contents};
 pub use points::Points;
 pub use summary::{Comparison, MAX_SUMMARY_BYTES, NotComparable, Summary, SummaryError};
+pub use thawed::{remember_thaw, was_thawed};
 pub use units::{CHUNK, MAX_SIZE, Seed};
 
 use line::Line;
@@ -54,8 +56,8 @@ const LOCK_NAME: &str = "generations.lock";
 pub enum GenerationsError {
     /// The disk was handed over: it is another site's to write.
     #[error(
-        "this copy is frozen since its machine moved to another site: move the machine back, or, if the other copy is lost, \
-         thaw this one with `drover mounts break IMAGE`"
+        "this copy is frozen, since its machine moved to another site, or its file was marked as an old copy: move the machine back, \
+         or, if there is no other copy that goes on, thaw this one with `drover mounts break IMAGE`"
     )]
     Frozen,
     /// A write before the map was opened for writing, or after it was closed.
@@ -667,6 +669,14 @@ pub fn look(
     opened.read(|record| line.replay(record))?;
     let is_known = !line.is_empty() && (line.is_of(line.size, now) || line.is_frozen(now));
     Ok(is_known.then(|| line.about()))
+}
+
+/// Keeps the disk of a directory from being opened for changes, as long as what is returned is there.
+///
+/// # Errors
+/// [`GenerationsError::Busy`]: it is open for changes; or the lock's.
+pub fn hold(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, GenerationsError> {
+    lock(directory, 0)
 }
 
 /// Removes the map of a directory, durably, whatever it says; a missing one is not an error.

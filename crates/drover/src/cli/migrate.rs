@@ -89,8 +89,9 @@ pub struct MigrateArgs {
     /// Write into the qcow2 files that the machine leaves here which state of its disks they have [default: config.toml, else not]
     ///
     /// A copy of such a file at any site, after `drover index` there, is then as good as what the machine left there itself: only
-    /// what changed is read and sent when the machine comes to that site. What QEMU and qemu-img do with the file stays the same;
-    /// the note is void as soon as one of them opens it for writing.
+    /// what changed is read and sent when the machine comes to that site. The note is void as soon as QEMU or qemu-img writes to the file.
+    /// QEMU does not return to internal snapshots of a marked file (`drover index --unmark` removes the mark): one that has some is not
+    /// marked. Needs qemu-img.
     #[arg(long, conflicts_with = "keep_source")]
     pub mark_files: bool,
     /// Check whether the machine can move, and estimate the bytes to transfer

@@ -458,8 +458,9 @@ Examples:
   drover mounts break web.qcow2 --yes      in a script
   drover mounts break web.qcow2 --domain acme
 
-An image is frozen when its machine has moved to another site. Thaw it only if the
-other copy is lost: else there can be two of the machine.")]
+An image is frozen when its machine has moved to another site, or when its file was
+marked as the copy of a disk (drover index --mark). Thaw the first only if the other
+copy is lost: else there can be two of the machine.")]
     Break {
         /// Name of the image
         #[arg(value_name = "IMAGE", value_parser = image_name)]

@@ -14,6 +14,7 @@ mod killed;
 mod leases;
 mod links;
 mod local;
+mod marks;
 mod metrics;
 mod nbd;
 mod proxy;

@@ -1,23 +1,24 @@
-//! Data of drover's own in a qcow2 file, beside the disk: found again in any copy of the file, and no longer believed as soon as
-//! a program that does not know of it has opened the file for writing.
+//! A few bytes of drover's own in the header of a qcow2 file, beside the disk: found again in any copy of the file, and no longer
+//! believed as soon as QEMU has written to the file.
 //!
-//! It lies in free clusters, those with a reference count of zero: one in use that no table of QEMU's refers to would be a leak
-//! to `qemu-img check`. A header extension says where it is; a bit of the autoclear features says that it is valid. Whoever opens
-//! the file for writing and does not know the bit clears it first, and may then use these clusters like all free ones.
-//! Format: `docs/format/generations.md`.
+//! They are in a header extension; a bit of the autoclear features says that they are valid. Who opens the file for writing and does
+//! not know the bit clears it. QEMU does not do so when it has the file open and begins to write later (`qemu-img commit`,
+//! `blockdev-reopen`): so the bytes are only believed while a persistent dirty bitmap, in which QEMU records what it writes, says
+//! that nothing was written. Format: `docs/format/generations.md`.
 
 use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 use drover_core::ReadAt;
 
-use super::header::{AttachedExtension, EXTENSION, EXTENSION_BYTES, Header};
+use super::bitmaps::has_recorded_nothing;
+use super::header::{ATTACHED, ATTACHED_BYTES, Header};
 use crate::probe::probe;
-use crate::reader::{Reader, be64};
+use crate::reader::{Reader, be32};
 use crate::{Format, ImageError};
 
 /// Upper bound on attached data, in bytes.
-pub const MAX_ATTACHED_BYTES: usize = 1 << 20;
+pub const MAX_ATTACHED_BYTES: usize = ATTACHED_BYTES - 3 * 4;
 
 /// Of the autoclear features: the attached data is valid.
 const VALID: u64 = 1 << 58;
@@ -28,15 +29,13 @@ const HEAD: u64 = 8;
 /// What is left in the header's cluster for others, in bytes: QEMU writes the header anew, with its own extensions, when it opens
 /// the file for writing.
 const SPARE: u64 = 1024;
-/// How many clusters in use after the end of the file are skipped.
-const MAX_SKIPPED: u64 = 1 << 16;
 /// Bytes of the L1 table that are read at once.
 const PIECE: usize = 1 << 16;
 
 /// A change of a file, in the order in which it must be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// These bytes at this offset, perhaps beyond the end of the file.
+    /// These bytes at this offset.
     Write(u64, Vec<u8>),
     /// All before is durable before anything after.
     Sync,
@@ -50,42 +49,39 @@ pub fn qcow2_size(file: &Arc<dyn ReadAt>) -> Result<u64, ImageError> {
     Ok(header(file)?.1.size)
 }
 
-/// The data that is attached to a file; none if there is none, it is damaged or of another image, or the file was opened for
-/// writing since by a program that does not know of it.
+/// The data that is attached to a file; none if there is none, it is damaged or of another image, or the disk may have been written
+/// since. `bitmap` names the dirty bitmap that has to say otherwise: one that is in the file, in which QEMU records each write, and
+/// has recorded none.
 ///
 /// # Errors
 /// [`ImageError`] when the file is no qcow2 that can be read.
-pub fn attached(file: &Arc<dyn ReadAt>) -> Result<Option<Vec<u8>>, ImageError> {
+pub fn attached(
+    file: &Arc<dyn ReadAt>,
+    bitmap: impl FnOnce(&[u8]) -> Option<String>,
+) -> Result<Option<Vec<u8>>, ImageError> {
     let (file, header) = header(file)?;
     if header.autoclear & VALID == 0 || !is_whole(&header) {
         return Ok(None);
     }
-    let Some(place) = Place::of(&header) else {
+    let Some((data, sealed)) = header.attached.and_then(|found| decode(&found.content)) else {
         return Ok(None);
     };
-    let end = place.offset.checked_add(place.length.into());
-    if place.length as usize > MAX_ATTACHED_BYTES || end.is_none_or(|end| end > file.len()) {
+    if sealed != seal(&file, &header)? && !cfg!(fuzzing) {
         return Ok(None);
     }
-    if place.seal != seal(&file, &header)? && !cfg!(fuzzing) {
+    let Some(bitmap) = bitmap(&data) else {
         return Ok(None);
-    }
-    let mut data = vec![0; place.length as usize];
-    file.read(place.offset, &mut data, "attached data")?;
-    let is_sound = crc(&data) == place.data || cfg!(fuzzing);
-    Ok(is_sound.then_some(data))
+    };
+    let is_valid = has_recorded_nothing(&file, &header, &bitmap)? || cfg!(fuzzing);
+    Ok(is_valid.then_some(data))
 }
 
 /// What to change in a file so that `data` is attached to it, in place of any before. Killed after any of these changes, or in
 /// the middle of one, the file is the same disk, and has the old data, the new, or none.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`] when it can have none, and why; or the file is no qcow2 that can be read.
-///
-/// # Panics
-/// Never with at most [`MAX_ATTACHED_BYTES`] of data.
+/// [`ImageError::Unsupported`] when it can have none, or not so many bytes, and why; or the file is no qcow2 that can be read.
 pub fn attach(file: &Arc<dyn ReadAt>, data: &[u8]) -> Result<Vec<Change>, ImageError> {
-    assert!(data.len() <= MAX_ATTACHED_BYTES, "too much to attach");
     let (file, header) = header(file)?;
     let no = |why: &str| Err(file.unsupported(why));
     if header.version < 3 {
@@ -97,47 +93,74 @@ pub fn attach(file: &Arc<dyn ReadAt>, data: &[u8]) -> Result<Vec<Change>, ImageE
     if !is_whole(&header) {
         return no("is encrypted, or its disk is in other files, too");
     }
-    let cluster = header.cluster_size();
-    let needed = (EXTENSION_BYTES as u64) + HEAD;
+    if header.snapshots > 0 {
+        return no(
+            "has internal snapshots, to which QEMU does not return while it records what is written: `qemu-img snapshot -d` \
+             deletes them",
+        );
+    }
+    let Some(content) = encode(data, seal(&file, &header)?) else {
+        return no("would need more of its header than there is");
+    };
+    let needed = HEAD + ATTACHED_BYTES as u64 + HEAD;
     let (extension, is_new) = match (header.attached, header.extensions_end) {
-        (Some(found), _) if found.length as usize != EXTENSION_BYTES => {
-            return no("has data attached by a later version of drover");
+        (Some(found), _) if found.length as usize != ATTACHED_BYTES => {
+            return no("has data attached by another version of drover");
         }
         (Some(found), _) => (found.offset, false),
-        (None, Some(end)) if end % 8 == 0 && end + HEAD + needed + SPARE <= cluster => (end, true),
+        (None, Some(end)) if end % 8 == 0 && end + needed + SPARE <= header.cluster_size() => {
+            (end, true)
+        }
         _ => return no("has no room in its header"),
     };
-    let is_valid = header.autoclear & VALID != 0;
-    // What was attached is still where it was only if nobody has written since.
-    let old = Place::of(&header).filter(|_| is_valid);
-    let offset = free_clusters(&file, &header, old, data.len() as u64)?;
-    let place = Place {
-        offset,
-        length: data.len() as u32,
-        data: crc(data),
-        seal: seal(&file, &header)?,
-    };
-    let features = |autoclear: u64| Change::Write(AUTOCLEAR_AT, autoclear.to_be_bytes().into());
-    let mut changes = Vec::new();
-    if is_valid {
-        changes.extend([features(header.autoclear & !VALID), Change::Sync]);
-    }
-    let mut whole = data.to_vec();
-    whole.resize(data.len().next_multiple_of(cluster as usize), 0);
-    changes.extend([Change::Write(offset, whole), Change::Sync]);
+    let mut changes = invalidate(&header);
     if is_new {
         // Behind the end of the extensions nobody reads; then one write of eight aligned bytes moves that end.
-        let mut behind = place.encode().to_vec();
-        behind.extend([0; HEAD as usize]);
-        let head = [EXTENSION, EXTENSION_BYTES as u32].map(u32::to_be_bytes);
+        let behind = [&content[..], &[0; HEAD as usize]].concat();
+        let head = [ATTACHED, ATTACHED_BYTES as u32].map(u32::to_be_bytes);
         changes.extend([Change::Write(extension + HEAD, behind), Change::Sync]);
         changes.extend([Change::Write(extension, head.concat()), Change::Sync]);
     } else {
-        let encoded = place.encode().to_vec();
-        changes.extend([Change::Write(extension + HEAD, encoded), Change::Sync]);
+        changes.extend([
+            Change::Write(extension + HEAD, content.into()),
+            Change::Sync,
+        ]);
     }
     changes.extend([features(header.autoclear | VALID), Change::Sync]);
     Ok(changes)
+}
+
+/// What to change in a file so that nothing is attached to it any more: nothing if nothing was.
+///
+/// # Errors
+/// [`ImageError`] when the file is no qcow2 that can be read.
+pub fn detach(file: &Arc<dyn ReadAt>) -> Result<Vec<Change>, ImageError> {
+    let (_, header) = header(file)?;
+    let mut changes = invalidate(&header);
+    if let Some(found) = header.attached {
+        let length = u64::from(found.length);
+        let nothing = vec![0; found.length as usize];
+        changes.extend([Change::Write(found.offset + HEAD, nothing), Change::Sync]);
+        // The last one is cut off; QEMU puts those that it does not know behind its own.
+        let end = found.offset + HEAD + length.next_multiple_of(8);
+        if header.extensions_end == Some(end) && found.offset % 8 == 0 {
+            let end = vec![0; HEAD as usize];
+            changes.extend([Change::Write(found.offset, end), Change::Sync]);
+        }
+    }
+    Ok(changes)
+}
+
+fn features(autoclear: u64) -> Change {
+    Change::Write(AUTOCLEAR_AT, autoclear.to_be_bytes().into())
+}
+
+/// Says that what is attached is not valid.
+fn invalidate(header: &Header) -> Vec<Change> {
+    match header.autoclear & VALID {
+        0 => Vec::new(),
+        _ => vec![features(header.autoclear & !VALID), Change::Sync],
+    }
 }
 
 fn header(file: &Arc<dyn ReadAt>) -> Result<(Reader, Header), ImageError> {
@@ -153,70 +176,6 @@ fn header(file: &Arc<dyn ReadAt>) -> Result<(Reader, Header), ImageError> {
 /// Whether all of the disk is in this file, so that nobody can change it without opening the file for writing.
 fn is_whole(header: &Header) -> bool {
     header.backing_name.is_none() && !header.external_data && header.encryption.is_none()
-}
-
-/// Clusters for `length` bytes that nothing uses: those of `old`, or the first ones after the end of the file.
-fn free_clusters(
-    file: &Reader,
-    header: &Header,
-    old: Option<Place>,
-    length: u64,
-) -> Result<u64, ImageError> {
-    let cluster = header.cluster_size();
-    let room = |place: &Place| u64::from(place.length).next_multiple_of(cluster);
-    let count = length.div_ceil(cluster);
-    let used = |first: u64| -> Result<Option<u64>, ImageError> {
-        for index in (first..first + count).rev() {
-            if is_used(file, header, index)? {
-                return Ok(Some(index));
-            }
-        }
-        Ok(None)
-    };
-    // At the end of the file, whatever a damaged file says.
-    if let Some(old) = old
-        && old.offset.is_multiple_of(cluster)
-        && (1..=file.len()).contains(&old.offset)
-        && old.offset.saturating_add(room(&old)) >= file.len()
-        && length <= room(&old)
-        && used(old.offset / cluster)?.is_none()
-    {
-        return Ok(old.offset);
-    }
-    let end = file.len().div_ceil(cluster);
-    let mut first = end;
-    // QEMU may have taken clusters and not written them yet when it was killed.
-    while let Some(last) = used(first)? {
-        first = last + 1;
-        if first > end + MAX_SKIPPED {
-            return Err(file.unsupported("uses clusters far behind its end"));
-        }
-    }
-    Ok(first * cluster)
-}
-
-/// Whether a cluster has a reference count above zero.
-fn is_used(file: &Reader, header: &Header, index: u64) -> Result<bool, ImageError> {
-    let bits = 1u64 << header.refcount_order;
-    let per_block = header.cluster_size() * 8 / bits;
-    let entry = index / per_block * 8;
-    if entry >= header.refcount_bytes {
-        return Ok(false);
-    }
-    let block = file.be64(header.refcount_offset + entry, "refcount table")? & !511;
-    if block == 0 {
-        return Ok(false);
-    }
-    let at = index % per_block * bits;
-    let mut count = [0; 8];
-    let bytes = &mut count[..(bits as usize).div_ceil(8)];
-    let offset = block.checked_add(at / 8);
-    let offset = offset.ok_or_else(|| file.damaged("refcount table", "a block beyond all"))?;
-    file.read(offset, bytes, "refcount block")?;
-    if bits < 8 {
-        bytes[0] = bytes[0] >> (at % 8) & ((1 << bits) - 1);
-    }
-    Ok(bytes.iter().any(|byte| *byte != 0))
 }
 
 /// What tells an image from others, and from itself with other tables.
@@ -246,39 +205,23 @@ fn crc(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// Where attached data is, as the header extension says it.
-#[derive(Debug, Clone, Copy)]
-struct Place {
-    offset: u64,
-    length: u32,
-    /// CRC-32C of the data.
-    data: u32,
-    /// See [`seal`].
-    seal: u32,
+/// The content of the extension: how many bytes the data has, the [`seal`], the data, zeros, a sum. None for too much data.
+fn encode(data: &[u8], seal: u32) -> Option<[u8; ATTACHED_BYTES]> {
+    let mut content = [0; ATTACHED_BYTES];
+    content[..4].copy_from_slice(&(data.len() as u32).to_be_bytes());
+    content[4..8].copy_from_slice(&seal.to_be_bytes());
+    let (body, sum) = content.split_at_mut(ATTACHED_BYTES - 4);
+    body[8..].get_mut(..data.len())?.copy_from_slice(data);
+    sum.copy_from_slice(&crc(body).to_be_bytes());
+    Some(content)
 }
 
-impl Place {
-    fn of(header: &Header) -> Option<Self> {
-        let AttachedExtension { content, .. } = header.attached?;
-        let (body, sum) = content.split_last_chunk()?;
-        let number = |at: usize| be64(&content, at);
-        let is_sound = u32::from_be_bytes(*sum) == crc(body) || cfg!(fuzzing);
-        is_sound.then(|| Place {
-            offset: number(0),
-            length: (number(8) >> 32) as u32,
-            data: number(8) as u32,
-            seal: (number(16) >> 32) as u32,
-        })
+/// Data and seal in an extension; none if it is damaged.
+fn decode(content: &[u8; ATTACHED_BYTES]) -> Option<(Vec<u8>, u32)> {
+    let (body, sum) = content.split_at(ATTACHED_BYTES - 4);
+    if be32(sum, 0) != crc(body) && !cfg!(fuzzing) {
+        return None;
     }
-
-    fn encode(self) -> [u8; EXTENSION_BYTES] {
-        let mut bytes = [0; EXTENSION_BYTES];
-        bytes[..8].copy_from_slice(&self.offset.to_be_bytes());
-        for (at, number) in [(8, self.length), (12, self.data), (16, self.seal)] {
-            bytes[at..at + 4].copy_from_slice(&number.to_be_bytes());
-        }
-        let sum = crc(&bytes[..EXTENSION_BYTES - 4]);
-        bytes[EXTENSION_BYTES - 4..].copy_from_slice(&sum.to_be_bytes());
-        bytes
-    }
+    let data = body[8..].get(..be32(body, 0) as usize)?;
+    Some((data.to_vec(), be32(body, 4)))
 }

@@ -18,6 +18,10 @@ const RAW_EXTERNAL_DATA: u64 = 1 << 1;
 const EXTENSION_END: u32 = 0;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+
+/// Bytes of the extension that says where the bitmaps are.
+const BITMAPS_BYTES: usize = 24;
 
 /// As in QEMU.
 const MAX_SNAPSHOTS: u32 = 65_536;
@@ -52,9 +56,9 @@ pub(super) struct Header {
     pub(super) backing_name: Option<String>,
     pub(super) backing_format: Option<String>,
     pub(super) data_file: Option<String>,
-    /// Base-2 logarithm of the bits of a reference count: at most 6.
-    pub(super) refcount_order: u32,
     pub(super) autoclear: u64,
+    /// Bytes and offset of the directory of bitmaps, unchecked.
+    pub(super) bitmaps: Option<(u64, u64)>,
     /// Of data that drover has attached.
     pub(super) attached: Option<AttachedExtension>,
     /// Where the list of extensions ends, with a mark.
@@ -62,10 +66,10 @@ pub(super) struct Header {
 }
 
 /// Type of the header extension: `drgn`.
-pub(super) const EXTENSION: u32 = 0x6472_676e;
+pub(super) const ATTACHED: u32 = 0x6472_676e;
 
 /// Bytes of the extension after its type and length.
-pub(super) const EXTENSION_BYTES: usize = 24;
+pub(super) const ATTACHED_BYTES: usize = 80;
 
 /// The header extension of attached data.
 #[derive(Debug, Clone, Copy)]
@@ -75,7 +79,7 @@ pub(super) struct AttachedExtension {
     /// What it says of the bytes that follow type and length.
     pub(super) length: u32,
     /// They, if they are as many as this version knows.
-    pub(super) content: [u8; EXTENSION_BYTES],
+    pub(super) content: [u8; ATTACHED_BYTES],
 }
 
 impl Header {
@@ -158,15 +162,11 @@ impl Header {
             backing_name: None,
             backing_format: None,
             data_file: None,
-            refcount_order: if version == 3 { be32(&raw, 96) } else { 4 },
             autoclear,
+            bitmaps: None,
             attached: None,
             extensions_end: None,
         };
-        if header.refcount_order > 6 {
-            let order = header.refcount_order;
-            return Err(file.damaged("reference counts", format!("2^{order} bits")));
-        }
         header.check_tables(file)?;
         let (name_at, name_len) = (be64(&raw, 8), be32(&raw, 16));
         if name_at != 0 {
@@ -244,8 +244,13 @@ impl Header {
                     format!("{kind:#x} of {len} bytes leaves the header's cluster"),
                 ));
             }
-            if kind == EXTENSION {
-                let mut content = [0; EXTENSION_BYTES];
+            if kind == EXTENSION_BITMAPS && len as usize == BITMAPS_BYTES {
+                let mut content = [0; BITMAPS_BYTES];
+                file.read(at, &mut content, "header extension")?;
+                self.bitmaps = Some((be64(&content, 8), be64(&content, 16)));
+            }
+            if kind == ATTACHED {
+                let mut content = [0; ATTACHED_BYTES];
                 if len as usize == content.len() {
                     file.read(at, &mut content, "header extension")?;
                 }

@@ -112,7 +112,7 @@ impl LeftDisk {
         }
     }
 
-    fn file(&self) -> Option<&Path> {
+    pub(super) fn file(&self) -> Option<&Path> {
         match &self.data {
             LeftData::Raw(path) | LeftData::Image(path) => Some(path),
             LeftData::Nbd(_) | LeftData::Other => None,

@@ -82,7 +82,7 @@ pub fn freeze_on_disk(
 }
 
 /// An image with this digest and size is the copy of a disk whose generations are `of`, and which is frozen; unless more is known
-/// of it, or it has changes. Works without a running server.
+/// of it, it has changes, or a person has thawed it. Works without a running server.
 ///
 /// # Errors
 /// [`MountError::StateFile`]: they cannot be written, or the image is in use.
@@ -94,6 +94,9 @@ pub fn keep_on_disk(
     of: &Summary,
 ) -> Result<(), MountError> {
     let path = changes::directory(state, name);
+    if generations::was_thawed(&path, of.seed, of.generation()) {
+        return Ok(());
+    }
     let failed = |e: &dyn std::fmt::Display| MountError::state(&path, e.to_string());
     let directory = HostDirectory::open_or_create(&path).map_err(|e| failed(&e))?;
     let directory: Arc<dyn Directory> = Arc::new(directory);
@@ -169,8 +172,17 @@ impl Server {
         }
         let thaw = |unopened: &Unopened| -> Result<bool, GenerationsError> {
             let opened = unopened.open()?;
-            let is_frozen = opened.is_frozen();
-            opened.thaw().map(|()| is_frozen)
+            let about = opened.about();
+            if about.frozen {
+                // Its file may say for good that it is a copy of this generation.
+                let remembered = generations::remember_thaw(&path, about.seed, about.generation);
+                remembered.map_err(|source| GenerationsError::Io {
+                    doing: "write in",
+                    file: path.display().to_string(),
+                    source,
+                })?;
+            }
+            opened.thaw().map(|()| about.frozen)
         };
         match self.unopened(name).map(|unopened| thaw(&unopened)) {
             Ok(Ok(is_frozen)) => return Ok(is_frozen),

@@ -74,8 +74,9 @@ pub fn refuse(name: &ImageName, error: GenerationsError) -> Refusal {
     match error {
         GenerationsError::Frozen => {
             let text = format!(
-                "{name} is frozen, since its machine moved to another site: move it back, mount {name} read-only, or, if the \
-                 other copy is lost, thaw this one with `drover mounts break {name}` at the site that has it"
+                "{name} is frozen, since its machine moved to another site, or its file was marked as an old copy of a disk: move the \
+                 machine back, mount {name} read-only, or, if there is no other copy that goes on, thaw this one with `drover \
+                 mounts break {name}` at the site that has it"
             );
             Refusal::new(Code::Held, text)
         }

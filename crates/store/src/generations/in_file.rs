@@ -1,7 +1,7 @@
 //! The generations of a disk in the qcow2 file that it is, so that a copy of the file has them, too.
 //!
-//! They are those of a copy that is left and frozen. Where the file is indexed they are taken up, if they are still valid:
-//! see [`drover_image::attached`].
+//! They are those of a copy that is left and frozen: of a new line, with one generation. Where the file is indexed they are taken up,
+//! if they are still valid: see [`drover_image::attached`].
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::ReadAt;
-use drover_image::{Change, ImageError, ImageFile, attach, attached};
+use drover_image::{Change, ImageError, ImageFile, attach, attached, detach};
 use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 
 use super::line::{Contents, Line};
@@ -64,8 +64,23 @@ pub fn new_of_file(path: &Path) -> Result<Summary, InFileError> {
 /// # Errors
 /// [`InFileError`]: nothing is known of the file then.
 pub fn write_in_file(path: &Path, summary: &Summary) -> Result<(), InFileError> {
+    change(path, |content| attach(content, &summary.encode()))
+}
+
+/// Removes generations from a qcow2 file, whatever they say. Durable when it returns.
+///
+/// # Errors
+/// [`InFileError`].
+pub fn remove_from_file(path: &Path) -> Result<(), InFileError> {
+    change(path, detach)
+}
+
+fn change(
+    path: &Path,
+    changes: impl FnOnce(&Arc<dyn ReadAt>) -> Result<Vec<Change>, ImageError>,
+) -> Result<(), InFileError> {
     let (file, content) = open(path)?;
-    for change in attach(&content, &summary.encode()).map_err(|e| e.in_file(path))? {
+    for change in changes(&content).map_err(|e| e.in_file(path))? {
         match change {
             Change::Write(offset, bytes) => file.write_all_at(&bytes, offset),
             Change::Sync => file.sync_all(),
@@ -110,12 +125,13 @@ fn open(path: &Path) -> Result<(Arc<File>, Arc<dyn ReadAt>), InFileError> {
 pub fn of_file(path: &Path) -> Option<Summary> {
     let read = || -> Result<Option<Summary>, ImageError> {
         let file: Arc<dyn ReadAt> = Arc::new(ImageFile::open(path)?);
-        let Some(found) = attached(&file)? else {
-            return Ok(None);
-        };
         let size = drover_image::qcow2_size(&file)?;
-        let summary = Summary::decode(&found).ok();
-        Ok(summary.filter(|summary| summary.over && summary.size == size))
+        let decode = |found: &[u8]| {
+            let summary = Summary::decode(found).ok();
+            summary.filter(|summary| summary.size == size)
+        };
+        let found = attached(&file, |found| decode(found)?.bitmap_name())?;
+        Ok(found.and_then(|found| decode(&found)))
     };
     let damaged = |error: &ImageError| tracing::debug!(%error, "no generations in a file");
     read().inspect_err(damaged).ok()?
@@ -144,7 +160,18 @@ mod tests {
 
     fn begin_in_file(path: &Path) -> Result<Summary, InFileError> {
         let summary = new_of_file(path)?;
-        write_in_file(path, &summary).map(|()| summary)
+        let name = summary.bitmap_name().unwrap();
+        let add = ["bitmap", "--add", "-g", "64K"];
+        let mut add = Command::new("qemu-img")
+            .args(add)
+            .arg(path)
+            .arg(name)
+            .spawn();
+        assert!(add.as_mut().unwrap().wait().unwrap().success());
+        let length = path.metadata().unwrap().len();
+        let written = write_in_file(path, &summary);
+        assert_eq!(path.metadata().unwrap().len(), length);
+        written.map(|()| summary)
     }
 
     #[test]
@@ -163,12 +190,10 @@ mod tests {
         assert_eq!(of_file(&path), None);
         let first = begin_in_file(&path).unwrap();
         assert_eq!(of_file(&path), Some(first.clone()));
-        // Once more: another line, in the place of the first.
-        let length = path.metadata().unwrap().len();
+        // Once more: another line.
         let again = begin_in_file(&path).unwrap();
         assert_eq!(of_file(&path), Some(again.clone()));
         assert!(matches!(first.compare(&again), Comparison::Unknown(_)));
-        assert_eq!(path.metadata().unwrap().len(), length);
         // While QEMU has it open, nothing is written.
         let mut qemu = Command::new("qemu-io")
             .args(["-f", "qcow2"])
