@@ -115,6 +115,9 @@ impl Driver<'_> {
                 held(&mut self.disks, &hypervisor, &self.options).await?
             }
         };
+        if let Some(Hypervisor::Qemu(machine)) = &self.hypervisor {
+            self.disks.forget_inconsistent(machine).await;
+        }
         // All that was written before the disks were held is recorded by now.
         if let Some(known) = self
             .options

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_core::{BlockDevice, Digest, ImageName, ReadAt};
 use drover_device::backend::NbdDevice;
@@ -117,20 +118,14 @@ impl Disks {
     }
 
     /// The generations of a disk, as a peer is told them, whose file has a persistent bitmap that is named after one which was over
-    /// when it was made. None if there is no such bitmap, or QEMU did not keep it up.
+    /// when it was made. None if there is no such bitmap, or it may not have all that changed.
     pub async fn recorded(&self, index: usize) -> Result<Option<Vec<u8>>, MigrateError> {
         let (Some(rounds), Some(medium)) = (&self.rounds, self.media.get(index)) else {
             return Ok(None);
         };
-        let is_known = |bitmap: &&Bitmap| Summary::since(&bitmap.name, medium.size, &[]).is_some();
-        let mut known = medium.bitmaps.iter().filter(is_known);
-        // With several, nobody knows which of them this disk goes on from.
-        let (Some(bitmap), None) = (known.next(), known.next()) else {
+        let Some(bitmap) = recorder(medium) else {
             return Ok(None);
         };
-        if !bitmap.is_complete() {
-            return Ok(None);
-        }
         let read = async {
             let view = rounds.past(index, &bitmap.name).await?;
             let dirty = open(&self.opening, view, |device, context| {
@@ -143,6 +138,19 @@ impl Disks {
         rounds.forget_past().await?;
         let summary = Summary::since(&bitmap.name, medium.size, &read?);
         Ok(summary.map(|summary| summary.encode()))
+    }
+
+    /// Removes bitmaps that are named after generations, and that QEMU has not written back since it was killed: they say nothing any
+    /// more, and as long as they are there QEMU does not change the size of the disk.
+    pub async fn forget_inconsistent(&self, machine: &Machine) {
+        for medium in &self.media {
+            for bitmap in ours(medium).filter(|bitmap| bitmap.inconsistent) {
+                let removed = machine.remove_bitmap(&medium.node, &bitmap.name, Duration::ZERO);
+                if let Err(error) = removed.await {
+                    tracing::warn!(node = medium.node, %error, "an inconsistent bitmap stays");
+                }
+            }
+        }
     }
 
     /// Ends the states that [`Disks::hold`] held.
@@ -209,6 +217,22 @@ impl Disks {
         let total = bytes_of(&round);
         send(round, writer).await?;
         Ok(total)
+    }
+}
+
+/// The bitmaps of a disk that are named after generations.
+fn ours(medium: &Medium) -> impl Iterator<Item = &Bitmap> {
+    let is_ours = |bitmap: &&Bitmap| Summary::since(&bitmap.name, medium.size, &[]).is_some();
+    medium.bitmaps.iter().filter(is_ours)
+}
+
+/// The bitmap that has all that changed of a disk since the generation that it is named after.
+fn recorder(medium: &Medium) -> Option<&Bitmap> {
+    let mut ours = ours(medium);
+    // With several, nobody knows which of them this disk goes on from. Another backing file changes the disk without a write.
+    match (ours.next(), ours.next(), &medium.backing) {
+        (Some(bitmap), None, None) if bitmap.is_complete() => Some(bitmap),
+        _ => None,
     }
 }
 

@@ -150,19 +150,42 @@ async fn what_qemu_has_recorded_since_a_file_was_marked_is_all_that_is_sent() {
     let image = fs::read(sites.world.path("far").join("images/web-0.raw")).unwrap();
     let content = fs::read(sites.world.path("content")).unwrap();
     assert!(image[SIZE as usize..] == content[SIZE as usize..]);
+}
 
-    // What a QEMU recorded that was killed is not all.
-    let mut killed = sites.start_from(&copy, "near").await;
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_qemu_that_was_killed_has_recorded_is_not_used_but_removed() {
+    let test = "what_a_qemu_that_was_killed_has_recorded_is_not_used_but_removed";
+    let Some(sites) = Sites::new(test) else {
+        return;
+    };
+    let path = sites.make_qcow2();
+    let text = path.to_str().unwrap();
+    sites.world.run("near", &["index", "--mark", text]).ok();
+    let copy = sites.world.path("copy.qcow2");
+    fs::copy(&path, &copy).unwrap();
+    sites
+        .world
+        .run("far", &["index", copy.to_str().unwrap()])
+        .ok();
+    let mut killed = sites.start_from(&path, "near").await;
     killed.kill();
-    let mut again = sites.start_from(&copy, "near").await;
-    let machine = again.machine().await;
+    let mut here = sites.start_from(&path, "near").await;
+    assert_eq!(bitmaps(&mut here).await, 1);
+    here.wait_said("beat", 20).await;
+    let mut there = sites.wait_for_qcow2("far").await;
+    let done = Moving::begin(&sites, "near", "far", &["--keep-source"]).done();
+    assert_eq!(done["unread_bytes"], 0, "{done}");
+    assert_eq!(bitmaps(&mut here).await, 0);
+    goes_on(&here, &mut there).await;
+}
+
+/// How many bitmaps its disk has that are kept in the file.
+async fn bitmaps(qemu: &mut Qemu) -> usize {
+    let machine = qemu.machine().await;
     let disks = machine.disks().await.unwrap();
-    let bitmaps = &disks[0].medium.as_ref().unwrap().bitmaps;
-    assert_eq!(bitmaps.len(), 1, "{bitmaps:?}");
-    assert!(
-        bitmaps[0].inconsistent && !bitmaps[0].is_complete(),
-        "{bitmaps:?}"
-    );
+    let medium = disks.iter().find_map(|disk| disk.medium.as_ref());
+    let bitmaps = medium.unwrap().bitmaps.iter();
+    bitmaps.filter(|bitmap| bitmap.persistent).count()
 }
 
 /// Ends it as a person does.

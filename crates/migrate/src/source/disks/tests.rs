@@ -63,3 +63,62 @@ async fn a_machine_runs_on_whenever_a_move_is_given_up() {
         );
     }
 }
+
+#[test]
+fn only_a_bitmap_that_has_all_that_changed_is_used() {
+    let bitmap = |tag: u64| Bitmap {
+        name: format!("drover-{:032x}-1-{tag:016x}", 7),
+        count: 0,
+        granularity: 1 << 16,
+        recording: true,
+        busy: false,
+        persistent: true,
+        inconsistent: false,
+    };
+    let medium = |bitmaps: &[Bitmap]| Medium {
+        node: "disk".into(),
+        format: "qcow2".into(),
+        size: 1 << 20,
+        read_only: false,
+        data: Data::File("/disk".into()),
+        backing: None,
+        snapshots: 0,
+        encrypted: false,
+        bitmaps: bitmaps.to_vec(),
+    };
+    let others = Bitmap {
+        name: "backup".into(),
+        ..bitmap(1)
+    };
+    assert_eq!(
+        recorder(&medium(&[others.clone(), bitmap(1)])),
+        Some(&bitmap(1))
+    );
+    let over = Medium {
+        backing: Some("base.qcow2".into()),
+        ..medium(&[bitmap(1)])
+    };
+    assert_eq!(recorder(&over), None, "another backing file is no write");
+    let inconsistent = Bitmap {
+        inconsistent: true,
+        ..bitmap(1)
+    };
+    let disabled = Bitmap {
+        recording: false,
+        ..bitmap(1)
+    };
+    let passing = Bitmap {
+        persistent: false,
+        ..bitmap(1)
+    };
+    for none in [
+        &[][..],
+        &[others],
+        &[bitmap(1), bitmap(2)],
+        &[inconsistent],
+        &[disabled],
+        &[passing],
+    ] {
+        assert_eq!(recorder(&medium(none)), None, "{none:?}");
+    }
+}
