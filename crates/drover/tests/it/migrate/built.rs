@@ -16,6 +16,7 @@ use drover_hypervisor::spec::{
 use drover_hypervisor::testing::Qemu;
 use drover_migrate::protocol::DescribeMachine;
 use drover_store::machine::Token;
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Moving, Sites, goes_on, stays};
 use crate::world::until;
@@ -29,6 +30,13 @@ struct Boot {
 
 impl Drop for Boot {
     fn drop(&mut self) {
+        // They outlive their sites, and would a test that fails.
+        for process in self.processes() {
+            let pid = process.file_name().and_then(|pid| pid.to_str());
+            if let Some(pid) = pid.and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw) {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
         for directory in &self.shared {
             let _ = fs::remove_dir_all(directory);
         }
@@ -267,8 +275,8 @@ async fn a_built_qemu_that_hangs_is_ended() {
     moving.until("step", "memory");
     let process = boot.processes().remove(0);
     let process = process.file_name().unwrap().to_str().unwrap();
-    let pid = rustix::process::Pid::from_raw(process.parse().unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    let pid = Pid::from_raw(process.parse().unwrap()).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
     sites.world.run("near", &["migrate", "--abort", "web"]).ok();
     moving.fails();
     until("its QEMU is gone", || boot.processes().is_empty());
