@@ -11,12 +11,15 @@ use drover_store::lease::Identity;
 
 use crate::protocol::refusal_of;
 
-/// Refuses to write an image with these contents if it is frozen, or may be. Changes nothing.
+/// Refuses to write an image with these contents if it is frozen, or may be, or if its file is being changed. Changes nothing.
 pub fn check(
     directory: Arc<dyn Directory>,
     name: &ImageName,
     now: Identity,
 ) -> Result<(), Refusal> {
+    if let Err(error @ GenerationsError::Busy(_)) = generations::hold(directory.as_ref()) {
+        return Err(refuse(name, error));
+    }
     match generations::look(directory, now.into()) {
         Ok(Some(About { frozen: true, .. })) => Err(refuse(name, GenerationsError::Frozen)),
         Ok(_) => Ok(()),

@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
+use drover_storage::HostDirectory;
+use drover_store::generations;
 use serde_json::Value;
 
 use super::{Mounts, has, text, tool};
@@ -77,6 +79,23 @@ fn a_file_is_not_marked_while_an_image_of_it_is_mounted_or_changed() {
     refused("over.qcow2");
     m.far(&["changes", "drop", "over.qcow2", "-y"]).ok();
     assert!(fs::read(&path).unwrap() == before, "it was written");
+    // While it is being marked, nobody gets a lease.
+    let directory = m.world.path("far/mounted/overlays/web.qcow2");
+    let held = generations::hold(&HostDirectory::open(&directory).unwrap()).unwrap();
+    let listen = format!("unix:{}", m.world.path("own.sock").display());
+    let export = ["export", "web.qcow2", "--nbd", &listen, "--background"];
+    let refused = m.far(&export);
+    assert_ne!(refused.code, Some(0));
+    assert!(
+        refused.err.contains("in use by another process"),
+        "{refused:?}"
+    );
+    let leases = m.far(&["mounts", "leases", "--json"]).ok().json();
+    assert!(
+        leases.iter().all(|lease| lease["writer"].is_null()),
+        "{leases:?}"
+    );
+    drop(held);
     m.far(&["index", "--mark", text(&link)]).ok();
     assert_eq!(m.known("link.qcow2")["frozen"], true);
 }
