@@ -107,7 +107,10 @@ pub enum MigrateError {
     #[error("the connection with the other site was lost")]
     Lost,
     /// An image differs from the state that was sent: an old copy there was not what its generations said.
-    #[error("the old copy of {0} at the other site was written since: it is compared by digests")]
+    #[error(
+        "the old copy of {0} at the other site is not what its generations say: the disks are compared by digests, also when the same \
+         command is run again"
+    )]
     OldCopy(ImageName),
     /// The hypervisor paused the machine before what was delivered was compared.
     #[error("its memory was sent before its disks were compared: they are compared by digests")]

@@ -8,6 +8,7 @@ pub(crate) mod disks;
 mod domain;
 mod follow_domain;
 mod forward;
+mod leaving;
 mod left;
 mod left_files;
 pub mod moving;
@@ -33,6 +34,7 @@ use tokio::sync::{Notify, watch};
 
 use self::device::Device;
 use self::disks::Disks;
+use self::leaving::{Leaving, check_same};
 pub use self::left_files::{FollowedFile, left_files};
 use self::proof::Delivered;
 pub use self::report::{
@@ -135,6 +137,12 @@ async fn drive(
     let mut actions = Vec::new();
     let token = Token(drover_net::random_id());
     let seeder = Seeder::start(&known, token, destination(&options), &mut actions)?;
+    let leaving = Leaving::of(machines, &options);
+    let files = driven.disks.files.clone();
+    let files = match seeder.is_committed() {
+        true => leaving.recorded(seeder.token()),
+        false => leaving.record(seeder.token(), &files).map(|()| files)?,
+    };
     let mut driver = Driver {
         was_committed: seeder.is_committed(),
         hypervisor: driven.hypervisor,
@@ -154,7 +162,8 @@ async fn drive(
         broken: None,
         pauses: pauses(),
         trouble: None,
-        distrusted: false,
+        distrusted: leaving.compares(),
+        leaving,
         rest: None,
         rate: 0.0,
         _lock: lock,
@@ -165,15 +174,16 @@ async fn drive(
         || driver.seeder.is_committed() && driver.has_rest();
     if !is_needed {
         driver.forget_rest();
+        driver.leaving.forget();
         if let Some(Hypervisor::Qemu(machine)) = &driver.hypervisor {
             driver.disks.clear(machine, &driver.options.work).await;
         }
     }
     end?;
+    driver.leaving.compared();
     let mut report = driver.report;
     report.machine = driver.options.name_there.to_string();
     report.token = Some(driver.seeder.token());
-    let files = std::mem::take(&mut driver.disks.files);
     report.left = files.iter().map(|left| left.path.clone()).collect();
     report.left_disks = files;
     report.seconds = begun.elapsed().as_secs_f64();
@@ -185,28 +195,6 @@ fn destination(options: &MoveOptions) -> Other {
         key: options.send.peer.0,
         name: options.send.peer_name.clone(),
     }
-}
-
-/// A move that is under way goes on as it began: another hypervisor runs another machine, and under another name the other
-/// site would know of another move.
-fn check_same(known: &MachineRecord, options: &MoveOptions) -> Result<(), MigrateError> {
-    let Some(Move::Leaving(_, to) | Move::Committed(_, to)) = &known.under_way else {
-        return Ok(());
-    };
-    let (machine, to) = (&options.machine, &to.name);
-    let hypervisor = known.hypervisor.as_ref();
-    if let Some(other) = hypervisor.filter(|other| **other != options.hypervisor) {
-        let text =
-            format!("{machine} is being moved to {to} from {other}: name that, or give it up");
-        return Err(Refusal::new(Code::Held, text).into());
-    }
-    let name = known.name_there.as_ref();
-    if let Some(other) = name.filter(|other| **other != options.name_there) {
-        let text =
-            format!("{machine} is being moved to {to} as {other}: use that name, or give it up");
-        return Err(Refusal::new(Code::Held, text).into());
-    }
-    Ok(())
 }
 
 /// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
@@ -466,6 +454,8 @@ struct Driver<'a> {
     pauses: Backoff,
     /// Whether what is known of the disks' generations turned out to be wrong.
     distrusted: bool,
+    /// What is remembered from one command to the next.
+    leaving: Leaving,
     /// What may be left of the disks.
     rest: Option<left::Rest>,
     /// Bytes of disks per second in the last round that tells, or 0.
@@ -604,6 +594,9 @@ impl Driver<'_> {
                         self.undo().await;
                         self.distrusted |=
                             matches!(e, MigrateError::OldCopy(_) | MigrateError::TooEarly);
+                        if matches!(e, MigrateError::OldCopy(_)) {
+                            self.leaving.compare();
+                        }
                         self.refused = e.code();
                         if begun.elapsed() > STEADY {
                             (self.broken, self.pauses) = (None, pauses());

@@ -168,7 +168,7 @@ pub struct MoveReport {
 }
 
 /// The file of a disk that a machine has left.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftFile {
     /// The disk, by its place in the machine.
     pub disk: u32,

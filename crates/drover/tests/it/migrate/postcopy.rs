@@ -338,3 +338,33 @@ async fn a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_p
     goes_on(&here, &mut there).await;
     assert_eq!(states(&sites), ("away".into(), "here".into()));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_command_that_ends_a_move_marks_and_indexes_what_is_left() {
+    let test = "the_command_that_ends_a_move_marks_and_indexes_what_is_left";
+    let Some(sites) = Sites::new(test) else {
+        return;
+    };
+    let path = sites.world.path("web.qcow2");
+    let text = path.to_str().unwrap();
+    let mut here = start_qcow2(&sites, &path).await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 20).await;
+    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let last = here.said("beat").unwrap();
+    there.wait_said("beat", last + 1).await;
+    waiting.moving.kill();
+    here.kill();
+    // What follows is read from the file as it is.
+    let mark = ["index", "--mark", text];
+    let refused = ["cannot change", "what the machine web lacks"];
+    sites.world.run("near", &mark).fails(3, &refused);
+    Moving::begin(&sites, "near", "far", &["--mark-files"]).done();
+    goes_on(&here, &mut there).await;
+    let images = sites.world.run("near", &["images", "--json"]).ok().json();
+    let left = images.iter().find(|image| image["name"] == "web.qcow2");
+    assert_eq!(left.unwrap()["generations"]["frozen"], true, "{images:?}");
+    let info = Command::new("qemu-img").args(["info", text]).output();
+    let info = String::from_utf8(info.unwrap().stdout).unwrap();
+    assert!(info.contains("name: drover-"), "{info}");
+}
