@@ -111,7 +111,7 @@ impl ReadAt for Changed {
 
 /// What is attached to it, and what becomes of it when something is, or is removed.
 fn attaching(file: &Arc<dyn ReadAt>) {
-    let found = |file| attached(file, |_| Some("since".into()));
+    let found = |file: &Arc<dyn ReadAt>| attached(file, |_| Some("since".into()));
     let Ok(before) = found(file) else {
         return;
     };

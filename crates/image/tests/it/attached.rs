@@ -4,6 +4,7 @@
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 use drover_core::ReadAt;
@@ -246,7 +247,31 @@ fn without_a_bitmap_that_recorded_nothing_it_is_not_believed() {
     assert_eq!(found(&path), None, "it does not record");
 }
 
-/// QEMU opens what it commits to for reading, and then anew: it clears no bit.
+/// QEMU opens what it reads, and then writes, anew for writing: it clears no bit.
+#[test]
+fn data_of_a_file_that_is_written_since_it_was_opened_for_reading_is_not_found() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(16);
+    qemu::create(b.dir(), "-f qcow2 a.qcow2 16M");
+    qemu::io(b.dir(), "a.qcow2", "qcow2", &["write -P 7 0 16M".into()]);
+    record(&b, "a.qcow2");
+    let path = b.path("a.qcow2");
+    apply(&path, &attach(&open(&path), &random(50)).unwrap());
+    assert_eq!(found(&path), Some(random(50)));
+    // As it is while QEMU has it open, and when QEMU was killed.
+    let commands = ["reopen -w", "write -P 8 6M 64k", "abort"];
+    let mut killed = Command::new("qemu-io");
+    killed.args(["-r", "-f", "qcow2"]).arg(&path);
+    killed.args(commands.iter().flat_map(|command| ["-c", command]));
+    assert!(!killed.output().unwrap().status.success());
+    assert_eq!(content(&path)[6 << 20], 8);
+    assert_eq!(fs::read(&path).unwrap()[88] & 4, 4, "the bit is still set");
+    assert_eq!(found(&path), None);
+}
+
+/// The same of what it commits to.
 #[test]
 fn data_of_a_file_that_an_overlay_was_committed_to_is_not_found() {
     if !qemu::available() {
