@@ -594,8 +594,8 @@ impl Driver<'_> {
                         self.undo().await;
                         self.distrusted |=
                             matches!(e, MigrateError::OldCopy(_) | MigrateError::TooEarly);
-                        if matches!(e, MigrateError::OldCopy(_)) {
-                            self.leaving.compare();
+                        if let MigrateError::OldCopy(disk) = &e {
+                            self.leaving.compare(disk);
                         }
                         self.refused = e.code();
                         if begun.elapsed() > STEADY {
@@ -687,6 +687,7 @@ impl Driver<'_> {
                         if let Some(trouble) = self.trouble.take() {
                             why = format!("{why}; {trouble}");
                         }
+                        why += &self.leaving.found(&self.options.send.peer_name);
                         Err(MigrateError::Stayed {
                             machine: self.options.machine.to_string(),
                             why,

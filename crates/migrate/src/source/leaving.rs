@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use drover_core::ImageName;
 use drover_net::{Code, Refusal, decode, encode};
 use drover_storage::Envelope;
 use drover_store::machine::{MachineRecord, Machines, Move, Token};
@@ -39,6 +40,8 @@ pub(super) struct Leaving {
     left: PathBuf,
     compare: PathBuf,
     peer: [u8; 32],
+    /// The disk of which this command has found such a copy.
+    found: Option<ImageName>,
 }
 
 impl Leaving {
@@ -51,6 +54,7 @@ impl Leaving {
             left: path("files"),
             compare: path("compare"),
             peer: options.send.peer.0,
+            found: None,
         }
     }
 
@@ -86,12 +90,24 @@ impl Leaving {
     }
 
     /// It has one: until the machine has moved there, nothing is taken from copies without comparing them.
-    pub fn compare(&self) {
+    pub fn compare(&mut self, disk: &ImageName) {
+        self.found = Some(disk.clone());
         let mut sites = self.sites();
         sites.retain(|site| *site != self.peer);
         sites.push(self.peer);
         sites.drain(..sites.len().saturating_sub(MAX_SITES));
         self.write_sites(&sites);
+    }
+
+    /// What a person is told of that when the machine stays.
+    pub fn found(&self, peer: &str) -> String {
+        let Some(disk) = &self.found else {
+            return String::new();
+        };
+        format!(
+            "; {peer} has an old copy of {disk} that is not what it was noted to be (its log names it): the same command, run again when \
+             the QEMU there waits anew, compares by digests"
+        )
     }
 
     /// The machine has moved there: what it left and finds there is newer than that copy.

@@ -251,8 +251,13 @@ impl Server {
     /// Blocks on the disk.
     pub fn old_copy(&self, of: &Summary) -> Option<OldCopy> {
         let names = changes::names(&self.config.state).ok()?;
-        let copies = names.iter().filter_map(|name| self.old_copy_in(name, of));
-        let (_, copy) = copies.max_by_key(|(since, _)| *since)?;
+        let copies = names.iter().filter_map(|name| {
+            let (since, copy) = self.old_copy_in(name, of)?;
+            Some((since, name, copy))
+        });
+        let (since, name, copy) = copies.max_by_key(|(since, ..)| *since)?;
+        let generation = since.0;
+        tracing::info!(image = %name, generation, "a disk that comes is compared with this old copy");
         Some(copy)
     }
 

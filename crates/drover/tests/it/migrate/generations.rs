@@ -97,12 +97,17 @@ async fn an_old_copy_that_was_changed_is_compared_by_digests() {
     old.write_all_at(b"changed", 32 << 20).unwrap();
     old.set_modified(modified).unwrap();
     let mut back = sites.wait_for_large("near", "").await;
-    let mut moving = Moving::begin(&sites, "far", "near", &[]);
+    let mut moving = Moving::begin(&sites, "far", "near", &["--give-up-after", "1s"]);
     let again = moving.until("event", "reconnecting");
     let why = again["message"].as_str().unwrap();
     assert!(why.contains("old copy of web-0.raw"), "{why}");
+    // As one that has read memory ends.
+    back.kill();
+    let why = moving.fails();
+    assert!(why.contains("near has an old copy of web-0.raw"), "{why}");
+    assert!(why.contains("run again"), "{why}");
     // The next command knows of it.
-    moving.kill();
+    let mut back = sites.wait_for_large("near", "").await;
     let mut moving = Moving::begin(&sites, "far", "near", &[]);
     let mut events = moving.lines.by_ref().map(|line| line.unwrap());
     assert!(events.all(|event| !event.contains("old copy of")));
