@@ -184,15 +184,18 @@ fn version(connection: &Connection) -> rusqlite::Result<i64> {
 }
 
 /// The definitions of tables and indices in the database.
-pub fn described(connection: &Connection) -> rusqlite::Result<Vec<(String, String, String)>> {
+pub fn described(connection: &Connection) -> rusqlite::Result<Vec<[String; 4]>> {
+    // Whose an index is SQLite does not check, but goes by it when it drops a table.
+    let query =
+        "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name";
     connection
-        .prepare("SELECT type, name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name")?
-        .query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
+        .prepare(query)?
+        .query_map([], |r| Ok([r.get(0)?, r.get(1)?, r.get(2)?, r.get(3)?]))?
         .collect()
 }
 
 /// The expected result of [`described`] for schema `version`.
-pub fn expected(version: i64) -> rusqlite::Result<Vec<(String, String, String)>> {
+pub fn expected(version: i64) -> rusqlite::Result<Vec<[String; 4]>> {
     let connection = Connection::open_in_memory()?;
     for step in MIGRATIONS
         .iter()

@@ -271,6 +271,23 @@ fn a_damaged_catalog_without_rights_is_repaired_and_gets_them() {
     }
 }
 
+/// An index that is said to be of another table stays when its own is dropped, and makes the catalog unreadable.
+#[test]
+fn an_index_of_the_wrong_table_is_noticed_before_the_migration() {
+    let tmp = TempDir::new().unwrap();
+    let (peers, images) = first(tmp.path());
+    for table in ["images", "peers"] {
+        for file in ["catalog.db", "catalog.bak"] {
+            let copy = damaged(tmp.path(), file, |bytes| {
+                let row = format!("sqlite_autoindex_{table}_1{table}");
+                let found = bytes.windows(row.len()).position(|at| at == row.as_bytes());
+                bytes[found.unwrap() + row.len() - 1] ^= 1;
+            });
+            survives(copy.path(), &peers, &images, &format!("{file}: {table}"));
+        }
+    }
+}
+
 /// With the spare lost too, or the catalog beyond reading, the rows of either are kept and get the same rights.
 #[test]
 fn rows_saved_from_a_catalog_without_rights_get_them() {
