@@ -297,7 +297,7 @@ async fn a_link_that_is_cut_while_disks_follow() {
 }
 
 /// Bytes of the disk of a machine that writes as fast as it can.
-const LARGE: u64 = 8 << 20;
+const LARGE: u64 = 2 << 20;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_pause() {
