@@ -6,7 +6,7 @@
 //! - `disk`: opens a target as a block device: `local` for local paths, `connector` and `site_images` for images;
 //!   `front`: exposes the device as a file, over NBD or as a kernel block device.
 //! - `kernel`: kernel block devices, and the guard process that detaches them after a crash.
-//! - `moving`: moves a disk to another site while it is used.
+//! - `moving`: moves a disk to another site while it is used. `of_machine`: disks of machines that are mounts.
 //! - `control`, `status`: requests to the daemon; `end`: unmounting; `dead`: unmounting when the daemon is gone;
 //!   `leftovers`: cleanup of the system after a dead daemon.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
@@ -29,6 +29,7 @@ mod left;
 mod leftovers;
 mod local;
 mod moving;
+pub mod of_machine;
 mod record;
 mod replicating;
 mod site_images;
@@ -44,7 +45,7 @@ use crate::home::Home;
 use crate::notice::notice;
 
 use control::GetStatus;
-pub use control::{HandTo, Progress, StopHow};
+pub use control::{HandTo, Heir, Progress, StopHow};
 pub use daemon::run_daemon;
 pub use end::{end, find};
 pub use in_use::{leased_on_disk, why_held};

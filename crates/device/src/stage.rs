@@ -1,6 +1,7 @@
 //! Stages: devices that wrap another device.
 
 mod arriving;
+mod awaited;
 mod chunked;
 mod gated;
 mod holding;
@@ -9,6 +10,7 @@ mod lockable;
 mod tracked;
 
 pub use arriving::{ArrivalHandle, Arriving, MAX_ARRIVING};
+pub use awaited::{Awaited, AwaitedHandle, Later};
 pub use chunked::Chunked;
 pub use gated::{Entry, Gate, Gated, Operation, Request};
 pub use holding::{Held, HoldHandle, Holding};

@@ -19,6 +19,7 @@ use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::images::{self, HYPERVISOR_ENDS, Indexer};
 use drover_agent::machines::{self, CloseMachine, RefuseMachine};
+use drover_agent::mounts::of_machine::Leaving;
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
 use drover_agent::site;
@@ -134,6 +135,8 @@ async fn depart(
             home: home.clone(),
             machine: name.clone(),
         })),
+        mounts: Some(Arc::new(Leaving(home.clone()))),
+        copy_mounts: args.copy_mounts,
         max_pause: args.max_pause,
         post_copy: args.post_copy.into(),
         trust_files: args.trust_files,

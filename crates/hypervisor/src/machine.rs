@@ -204,6 +204,25 @@ impl Machine {
     }
 }
 
+impl Machine {
+    /// Shuts the connections of all disks down: those of a machine that does not run, and is to end without waiting for servers that
+    /// are gone.
+    ///
+    /// # Errors
+    /// As [`Machine::yank`].
+    pub async fn yank_disks(&self) -> Result<(), HypervisorError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Instance {
+            node_name: Option<String>,
+        }
+        let found: Vec<Instance> = self.qmp.execute("query-yank", json!({})).await?;
+        let nodes = found.into_iter().filter_map(|instance| instance.node_name);
+        let nodes: Vec<_> = nodes.map(Yank::BlockNode).collect();
+        self.yank(&nodes).await
+    }
+}
+
 /// It is answered at once or never.
 const YANK_TIMEOUT: Duration = Duration::from_secs(5);
 

@@ -14,6 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
+use drover_device::backend::nbd::NbdAddress;
 use drover_hypervisor::Place;
 use drover_net::service::Peer;
 use drover_net::{Code, Refusal};
@@ -28,7 +29,7 @@ use self::waiting::Waiting;
 use crate::error::MigrateError;
 use crate::leecher::{Action, Event, Leecher};
 use crate::program::transfer::Transfer;
-use crate::protocol::{Ask, Kind};
+use crate::protocol::{Ask, Kind, MountedDisk};
 
 /// Upper bound on moves to a site at once.
 const MAX_MOVES: usize = 64;
@@ -103,6 +104,40 @@ pub trait Site: Send + Sync + 'static {
     /// When there is none.
     fn incoming<'a>(&'a self, machine: &'a ImageName) -> Pending<'a, Result<Place, Refusal>>;
 
+    /// Mounts the disks of a machine that comes which are images of other sites: the mounts stand by for the write leases of this
+    /// peer, and are served. Those of an earlier attempt go on, or end if they are not among these.
+    ///
+    /// # Errors
+    /// When one cannot be mounted, with the way out.
+    fn stand_by<'a>(
+        &'a self,
+        peer: &'a Peer,
+        machine: &'a ImageName,
+        token: Token,
+        disks: &'a [MountedDisk],
+    ) -> Pending<'a, Result<(), Refusal>> {
+        let _ = (peer, machine, token);
+        Box::pin(async move {
+            match disks {
+                [] => Ok(()),
+                _ => Err(Refusal::new(Code::Unsupported, "this site has no mounts")),
+            }
+        })
+    }
+
+    /// Where these mounts are served; they stand by still.
+    ///
+    /// # Errors
+    /// When one does not.
+    fn standing<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        disks: &'a [MountedDisk],
+    ) -> Pending<'a, Result<Vec<NbdAddress>, Refusal>> {
+        let _ = (machine, disks);
+        Box::pin(async { Ok(Vec::new()) })
+    }
+
     /// Opens the disks of the machine, and serves them as long as the site runs or until they are closed. Those that
     /// are open stay as they are. Those of a machine whose move from here is committed must not be written as long as it is.
     ///
@@ -127,7 +162,8 @@ pub trait Site: Send + Sync + 'static {
         Box::pin(async { Ok(()) })
     }
 
-    /// Closes the disks of a machine that does not come, or will be copied anew, and drops what was written to them.
+    /// Closes the disks of a machine that does not come, or will be copied anew, and drops what was written to them. Its mounts that
+    /// stand by end, unless it will be copied `anew`.
     ///
     /// # Errors
     /// When that is not possible: then it cannot come yet.
@@ -135,6 +171,7 @@ pub trait Site: Send + Sync + 'static {
         &'a self,
         machine: &'a ImageName,
         record: &'a MachineRecord,
+        anew: bool,
     ) -> Pending<'a, Result<(), Refusal>>;
 }
 
@@ -166,6 +203,8 @@ type Entry = Arc<tokio::sync::Mutex<Option<Coming>>>;
 #[derive(Clone)]
 struct Prepared {
     hypervisor: Waiting,
+    /// Its disks that are mounts, and stand by.
+    mounted: Vec<MountedDisk>,
     disks: Vec<Served>,
     transfer: Arc<Transfer>,
 }
@@ -484,12 +523,17 @@ impl<S: Site> Moves<S> {
         transfer.ok_or_else(|| closed(""))
     }
 
-    /// Waits until all of the machine is here.
-    async fn arrived(&self, prepared: Option<&Prepared>) -> Result<(), MigrateError> {
-        match prepared {
-            Some(prepared) => prepared.hypervisor.arrived(&prepared.disks).await,
-            None => Err(MigrateError::Unsupported("it was not prepared".into())),
-        }
+    /// Waits until all of the machine is here, and its mounts can get their leases.
+    async fn arrived(
+        &self,
+        name: &ImageName,
+        prepared: Option<&Prepared>,
+    ) -> Result<(), MigrateError> {
+        let none = || MigrateError::Unsupported("it was not prepared".into());
+        let prepared = prepared.ok_or_else(none)?;
+        prepared.hypervisor.arrived(&prepared.disks).await?;
+        self.site.standing(name, &prepared.mounted).await?;
+        Ok(())
     }
 
     /// Does these actions, and what follows from them.
@@ -547,7 +591,7 @@ impl<S: Site> Moves<S> {
             Action::Discard => {
                 let why = leecher.answer().why;
                 self.tell(name, leecher.record(), Happened::Refused(&why));
-                if let Err(e) = self.discard(name, leecher.record(), prepared).await {
+                if let Err(e) = self.discard(name, leecher.record(), prepared, false).await {
                     tracing::warn!(machine = %name, "what was received of it was not removed: {e}");
                 }
             }
@@ -568,28 +612,29 @@ impl<S: Site> Moves<S> {
         self.site.happened(name, from, what);
     }
 
-    /// Ends what has arrived of a machine.
+    /// Ends what has arrived of a machine, which may be copied `anew`.
     async fn discard(
         &self,
         name: &ImageName,
         record: &MachineRecord,
         prepared: &mut Option<Prepared>,
+        anew: bool,
     ) -> Result<(), Refusal> {
         match prepared.take() {
             Some(prepared) => {
                 prepared.transfer.writing.end().await;
-                prepared.hypervisor.abandon(record.disks.len()).await;
+                prepared.hypervisor.abandon().await;
             }
             None if self.site.kind() == Kind::Disk => {}
             // Of an earlier process of this site, perhaps.
             None => {
                 let place = self.site.hypervisor(name)?;
                 if let Ok(left) = Waiting::connect(&place, self.socket(name)).await {
-                    left.abandon(record.disks.len()).await;
+                    left.abandon().await;
                 }
             }
         }
-        self.site.discard_disks(name, record).await
+        self.site.discard_disks(name, record, anew).await
     }
 
     async fn keep(&self, name: &ImageName, record: MachineRecord) -> Result<(), MigrateError> {

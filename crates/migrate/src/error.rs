@@ -70,6 +70,18 @@ pub enum MigrateError {
         /// Why.
         why: String,
     },
+    /// The machine runs there, and waits for disks whose write leases this site did not have any more.
+    #[error(
+        "{machine} runs at {peer}, and waits there for a disk whose write lease this site had lost ({why}): at {peer}, end the mount that stands by for it (`drover mounts`), and export the image at the same socket again"
+    )]
+    LeaseLost {
+        /// Its name there.
+        machine: String,
+        /// The other site.
+        peer: String,
+        /// Which, and why.
+        why: String,
+    },
     /// The machine runs there, and some of its disks is still here only.
     #[error(
         "{machine} runs at {peer}, and what it reads of its disks that is still here waits there: {why}; run the same command again"

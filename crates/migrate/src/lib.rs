@@ -37,8 +37,8 @@ pub use hooks::{Commands, Hooks};
 pub use movable::{Movable, track};
 pub use source::moving::{estimate_device, move_device};
 pub use source::{
-    DiskGenerations, FollowedFile, LeftFile, MoveEvent, MoveOptions, MoveReport, OnMove, Pause,
-    PostCopy, Step, estimate, give_up, left_files, migrate,
+    DiskGenerations, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions,
+    MoveReport, OnMove, Pause, PostCopy, Step, estimate, give_up, left_files, migrate,
 };
 
 #[cfg(test)]

@@ -24,13 +24,18 @@
 //! what the machine waits for by [`FetchDisks`], the rest by [`SendDisks`]. Until then the seeder's move is committed and not
 //! over, and the leecher's is in part.
 //!
+//! A disk that is a mount of a third site's image does not move: the leecher mounts that image, too, and stands by
+//! ([`MountedDisk`]). Who may run the machine is decided as for any; only then, the seeder hands the write lease over, and until it
+//! has, the machine waits for that disk.
+//!
 //! The encoding is in `docs/format/migrate-wire.md`.
 
 use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_hypervisor::spec::Spec;
-use drover_net::{KeepAlive, request};
+use drover_net::{KeepAlive, PeerKey, request};
+use drover_store::lease::{HandOverToken, MountId};
 use drover_store::machine::{Decision, Generation, Seed, Token};
 use drover_teleport::Packing;
 use serde::{Deserialize, Serialize};
@@ -104,6 +109,9 @@ pub struct OpenMove {
     pub disks: Vec<DiskOffer>,
     /// Size of its memory in bytes.
     pub memory_bytes: u64,
+    /// Disks that do not move: they are images of other sites, which the leecher mounts, too. The seeder hands its write leases
+    /// over when the leecher has taken the machine.
+    pub mounted: Vec<MountedDisk>,
 }
 
 request!(OpenMove: "migrate.open", Host, () => ());
@@ -119,6 +127,37 @@ pub struct DiskOffer {
     pub size: u64,
     /// Whether the machine cannot write it.
     pub read_only: bool,
+}
+
+/// A disk of a machine that moves, which is an image of another site, mounted at the seeder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountedDisk {
+    /// What the seeder's hypervisor calls the device.
+    pub device: String,
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// The site that has the image.
+    pub site: PeerKey,
+    /// The image's name there.
+    pub image: ImageName,
+}
+
+/// The mount with which the leecher stands by for a disk, by its place in [`OpenMove::mounted`], and the name of the hand-over to it.
+/// Both ends know the token; nobody can choose one that leads to a mount that there is.
+#[must_use]
+pub fn heir(token: Token, disk: usize) -> (MountId, HandOverToken) {
+    let derive = |what: &str| {
+        let mut hasher = blake3::Hasher::new_derive_key(what);
+        hasher.update(&token.0);
+        hasher.update(&(disk as u64).to_le_bytes());
+        let mut id = [0; 16];
+        id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        id
+    };
+    (
+        MountId(derive("drover mount of a disk of a machine that comes")),
+        derive("drover hand-over of a disk of a machine that has left"),
+    )
 }
 
 /// What the seeder asks.

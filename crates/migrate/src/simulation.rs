@@ -240,6 +240,7 @@ impl World {
             generation: Generation(0),
             disks: Vec::new(),
             memory_bytes: 1,
+            mounted: Vec::new(),
         };
         self.there.push_back(Message::Open(offer));
     }

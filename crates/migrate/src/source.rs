@@ -8,6 +8,8 @@ pub(crate) mod disks;
 mod domain;
 mod follow_domain;
 mod forward;
+mod images;
+mod leases;
 mod leaving;
 mod left;
 mod left_files;
@@ -20,7 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use drover_core::{BLOCK_SIZE_U64, ImageName};
+use drover_core::ImageName;
 use drover_hypervisor::machine::{Machine, RunState, Yank};
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
@@ -28,17 +30,17 @@ use drover_net::{Backoff, Code, ConnectOptions, FrameReader, FrameWriter, Refusa
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Move, Other, Owner, Seed, Token,
 };
-use drover_teleport::progress::ImageReport;
-use drover_teleport::{SendItem, SendOptions, send};
+use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
 use self::device::Device;
 use self::disks::Disks;
+use self::images::send_images;
 use self::leaving::{Leaving, check_same};
 pub use self::left_files::{FollowedFile, left_files};
-use self::proof::Delivered;
 pub use self::report::{
-    DiskGenerations, LeftFile, MoveEvent, MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step,
+    DiskGenerations, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions, MoveReport, OnMove,
+    Pause, PostCopy, Step,
 };
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
@@ -101,7 +103,7 @@ pub async fn migrate(
             Hypervisor::Libvirt(domain) => domain::restore_unknown(domain, &options.work).await?,
             Hypervisor::Qemu(_) => {}
         }
-        disks = disks_of(hypervisor, &options.name_there).await?;
+        disks = disks_of(hypervisor, &options).await?;
     }
     let names = disks.offers.iter().map(|offer| offer.image.clone());
     let known =
@@ -165,13 +167,16 @@ async fn drive(
         distrusted: leaving.compares(),
         leaving,
         rest: None,
+        lost_leases: None,
         rate: 0.0,
         _lock: lock,
     };
     let end = driver.drive(actions).await;
     // What was handed over, and is not all there, can be read as it is.
-    let is_needed = matches!(end, Err(MigrateError::Unfinished { .. }))
-        || driver.seeder.is_committed() && driver.has_rest();
+    let recorded = machines.load(&driver.options.machine);
+    let is_over =
+        matches!(&recorded, Ok(known) if !known.as_ref().is_some_and(MachineRecord::is_committed));
+    let is_needed = !is_over && driver.has_rest();
     if !is_needed {
         driver.forget_rest();
         driver.leaving.forget();
@@ -269,7 +274,7 @@ pub async fn estimate(
     on_event: OnMove,
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
-    let mut disks = disks_of(hypervisor, &options.name_there).await?;
+    let mut disks = disks_of(hypervisor, &options).await?;
     let built = match hypervisor {
         Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await?,
         Hypervisor::Libvirt(_) => false,
@@ -278,6 +283,7 @@ pub async fn estimate(
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
         built,
+        handed_over: disks.handed_over(),
         ..MoveReport::default()
     };
     let estimated = async {
@@ -296,10 +302,10 @@ pub async fn estimate(
 }
 
 /// The disks of a machine that can move.
-async fn disks_of(hypervisor: &Hypervisor, name: &ImageName) -> Result<Disks, MigrateError> {
+async fn disks_of(hypervisor: &Hypervisor, options: &MoveOptions) -> Result<Disks, MigrateError> {
     match hypervisor {
-        Hypervisor::Qemu(machine) => Disks::of(machine, name).await,
-        Hypervisor::Libvirt(domain) => domain::disks(domain, name).await,
+        Hypervisor::Qemu(machine) => Disks::of(machine, options).await,
+        Hypervisor::Libvirt(domain) => domain::disks(domain, &options.name_there).await,
     }
 }
 
@@ -331,52 +337,6 @@ async fn restore(
         }
         Hypervisor::Libvirt(domain) => domain::restore(domain, performing, work).await,
     }
-}
-
-/// What sending the images took.
-struct ImagesSent {
-    wire_bytes: u64,
-    unread_bytes: u64,
-    /// Those that were not read completely.
-    unread: Vec<Delivered>,
-}
-
-/// Sends the images of the disks.
-async fn send_images(
-    items: Vec<SendItem>,
-    options: &MoveOptions,
-    on_event: OnMove,
-    stop: watch::Receiver<bool>,
-) -> Result<ImagesSent, MigrateError> {
-    let states: Vec<_> = items
-        .iter()
-        .map(|item| (item.name.clone(), item.snapshot.clone()))
-        .collect();
-    let reports = send(
-        items,
-        options.send.clone(),
-        Arc::new(move |event| on_event(MoveEvent::Send(event))),
-        Arc::clone(&options.counters),
-        Arc::clone(&options.wire),
-        stop,
-    );
-    let reports = reports.await?;
-    let unread = |report: &&ImageReport| report.unread_blocks > 0;
-    let delivered = reports.iter().filter(unread).filter_map(|report| {
-        let state = states.iter().find(|(name, _)| name.as_str() == report.name);
-        let (name, state) = state?;
-        Some(Delivered {
-            name: name.clone(),
-            image: state.as_ref()?.image.clone(),
-            digest: report.digest,
-        })
-    });
-    let blocks: u64 = reports.iter().map(|report| report.unread_blocks).sum();
-    Ok(ImagesSent {
-        wire_bytes: reports.iter().map(|report| report.wire_sent_bytes).sum(),
-        unread_bytes: blocks * BLOCK_SIZE_U64,
-        unread: delivered.collect(),
-    })
 }
 
 /// Ends a migration of the hypervisor, if there is one, and lets the machine run.
@@ -458,6 +418,8 @@ struct Driver<'a> {
     leaving: Leaving,
     /// What may be left of the disks.
     rest: Option<left::Rest>,
+    /// Write leases of its disks that this site did not have any more when it was taken.
+    lost_leases: Option<String>,
     /// Bytes of disks per second in the last round that tells, or 0.
     rate: f64,
     /// What is wrong with the machine where it is now.
@@ -656,6 +618,10 @@ impl Driver<'_> {
                 let keep = self.options.keep_source || self.trouble.is_some();
                 match self.hypervisor.as_ref().filter(|_| !keep) {
                     Some(Hypervisor::Qemu(machine)) => {
+                        if !self.report.handed_over.is_empty() {
+                            // It would wait for their servers.
+                            machine.yank_disks().await.ok();
+                        }
                         machine.quit().await.ok();
                     }
                     Some(Hypervisor::Libvirt(domain)) => {
@@ -666,15 +632,20 @@ impl Driver<'_> {
             }
             Action::End(end) => {
                 return Ok(Some(match end {
-                    End::Moved => match self.trouble.take() {
-                        None => Ok(()),
-                        Some(why) if self.device.is_some() => {
+                    End::Moved => match (self.trouble.take(), self.lost_leases.take()) {
+                        (None, None) => Ok(()),
+                        (None, Some(why)) => Err(MigrateError::LeaseLost {
+                            machine: self.options.name_there.to_string(),
+                            peer: self.options.send.peer_name.clone(),
+                            why,
+                        }),
+                        (Some(why), _) if self.device.is_some() => {
                             Err(MigrateError::Unsupported(format!(
                                 "{} is at {} now, but cannot be used there yet: {why}",
                                 self.options.name_there, self.options.send.peer_name
                             )))
                         }
-                        Some(why) => Err(MigrateError::NotStarted {
+                        (Some(why), _) => Err(MigrateError::NotStarted {
                             machine: self.options.name_there.to_string(),
                             peer: self.options.send.peer_name.clone(),
                             why,
@@ -718,6 +689,7 @@ impl Driver<'_> {
             generation: self.seeder.record().generation,
             disks,
             memory_bytes: self.disks.memory_bytes,
+            mounted: self.disks.mounted.clone(),
         };
         self.asker = None;
         let (reader, mut writer) = self.call(&offer).await?;

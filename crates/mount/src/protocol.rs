@@ -177,6 +177,8 @@ pub struct LeaseSeen {
     pub identity: Identity,
     /// With `point`: an encoded [`Summary`], unless generations are not recorded.
     pub generations: Option<Vec<u8>>,
+    /// The site that handed the lease over to whoever holds it, if it was.
+    pub from: Option<PeerKey>,
 }
 
 impl LeaseSeen {
@@ -205,6 +207,8 @@ pub struct HandOverLease {
     pub token: HandOverToken,
     /// The site that gets it; none for the only one that stands by.
     pub to: Option<PeerKey>,
+    /// The mount there that gets it; none for the only one there that stands by.
+    pub to_mount: Option<MountId>,
     /// Otherwise only checked.
     pub commit: bool,
 }

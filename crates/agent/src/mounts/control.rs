@@ -55,7 +55,30 @@ pub enum HandTo {
     Any,
     /// The one of the site with this key.
     Site([u8; 32]),
+    /// This one, for a machine that has moved.
+    Heir(Heir),
 }
+
+/// A mount that stands by as the disk of a machine, and the hand-over to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heir {
+    /// The key of its site.
+    pub site: [u8; 32],
+    /// The mount.
+    pub mount: [u8; 16],
+    /// Names the hand-over, in whichever process: the same again has the same outcome.
+    pub token: [u8; 16],
+}
+
+/// Request: check that the write lease of the mount can be handed over, and push what was written so far. The mount goes on. The
+/// reply is how many bytes were written meanwhile.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct PrepareHandOver {
+    /// To whom.
+    pub to: HandTo,
+}
+request!(PrepareHandOver: "mount.prepare-hand-over", Manage, () => u64);
+
 request!(StopHow: "mount.end", Manage, Status => Left);
 
 /// Listens on `path` until the process exits, or the task is aborted; every client is served with the rights of `peer`.

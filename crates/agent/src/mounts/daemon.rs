@@ -12,7 +12,7 @@ use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::control::{self, GetStatus, HandTo, StopHow};
+use super::control::{self, GetStatus, PrepareHandOver, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::lease;
@@ -29,6 +29,7 @@ use crate::notice::{notice, tell_starter};
 use crate::signals::{self, Stop};
 use crate::text::{bytes, clean, now_unix};
 
+mod handing_over;
 mod replicating;
 
 /// How long pushing dirty data may take after a signal.
@@ -80,12 +81,38 @@ pub async fn keep(
     let stop = Stop::on_signals()?;
     let mut stopped = stop.watch();
     let (ended, mut end) = oneshot::channel();
-    if record.how.standby {
-        standby::stand_by(home, &place, &mut record, &waiting, &mut stopped).await?;
+    let mut ready = Some(ready);
+    let early = if record.how.standby {
+        let is_up = |shown: &Shown, record: &Record| match ready.take() {
+            Some(ready) => ready(&shown.lines(record), &[]),
+            None => Ok(()),
+        };
+        standby::stand_by(home, &place, &mut record, &waiting, is_up, &mut stopped).await?
     } else {
         standby::forget(&place)?;
-    }
-    let disks = open_disks(home, &place, &record).await?;
+        None
+    };
+    let opened = loop {
+        match open_disks(home, &place, &record).await {
+            // Its machine waits for it, and it has the lease.
+            Err(e)
+                if early.is_some() && lease::may_be_done(&e) && !*stopped.borrow_and_update() =>
+            {
+                tracing::info!("{}: {}", place.name(), one_line(&e));
+                tokio::time::sleep(REPORT_EVERY).await;
+            }
+            opened => break opened,
+        }
+    };
+    let disks = match opened {
+        Ok(disks) => disks,
+        Err(e) => {
+            if let Some(early) = early {
+                early.give_up();
+            }
+            return Err(e);
+        }
+    };
     if let Some(percent) = record.how.wait_local
         && let Err(e) = wait_local(&disks, &record.how, percent, &mut stopped, waiting).await
     {
@@ -93,7 +120,11 @@ pub async fn keep(
         return Err(e);
     }
     // Prefetching has begun; now expose the disks to readers.
-    let shown = match Shown::make(&record, &disks) {
+    let made = match (early, disks.as_slice()) {
+        (Some(early), [disk]) => early.arrive(disk.device()),
+        _ => Shown::make(&record, &disks),
+    };
+    let shown = match made {
         Ok(shown) => shown,
         Err(e) => {
             close_quietly(&disks, &place);
@@ -130,13 +161,17 @@ pub async fn keep(
     ));
     services.handle::<GetStatus>(Requests(Arc::clone(&daemon)));
     services.handle::<StopHow>(Requests(Arc::clone(&daemon)));
+    services.handle::<PrepareHandOver>(Requests(Arc::clone(&daemon)));
     services.handle::<MoveDisk>(Requests(Arc::clone(&daemon)));
     services.handle::<AbortMove>(Requests(Arc::clone(&daemon)));
     services.handle::<ReplicateDisk>(Requests(Arc::clone(&daemon)));
     let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
-        .and_then(|_listens| ready(&lines, &notes));
+        .and_then(|_listens| match ready {
+            Some(ready) => ready(&lines, &notes),
+            None => Ok(()),
+        });
     if let Err(e) = announced {
         // The caller was not notified and cannot unmount it: shut down as on a signal.
         tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
@@ -265,7 +300,7 @@ impl Handler<StopHow> for Requests {
             // The client may have disconnected; the unmount continues.
             let _ = exchange.report(&status).await;
         }
-        let left = end.await.map_err(failed)?.map_err(failed)?;
+        let left = end.await.map_err(failed)?.map_err(refusal_of)?;
         self.0.done.store(true, Ordering::SeqCst);
         Ok(left)
     }
@@ -530,51 +565,6 @@ impl Daemon {
         let lost = lost.into_iter().map(|e| one_line(e)).chain(left.lines());
         let lost = lost.collect::<Vec<_>>().join("; ");
         bail!("{} is unmounted, but {lost}", self.place.name())
-    }
-
-    /// Checks, before anything happens, that the write lease can be handed over; returns to whom, if that is to come.
-    fn may_hand_over(&self, to: HandTo) -> Result<String> {
-        match self.disks.as_slice() {
-            [disk] => disk.hand_over(to, false),
-            _ => bail!(
-                "{} has several images: a lease is handed over alone",
-                self.place.name()
-            ),
-        }
-    }
-
-    /// Hands the write lease of its disk over, which is pushed.
-    fn hand_over(&self, disk: &Disk, to: HandTo) -> Result<()> {
-        // A front end that was detached while in use may have written since the last push.
-        let held = disk.hold_writes();
-        if disk.dirty() > 0 && !disk.was_handed_over() {
-            bail!(
-                "{} written after the last push, while it was being handed over; nothing is lost: end what uses it, and hand it over again",
-                bytes(disk.dirty())
-            );
-        }
-        self.note_handing_over(true)?;
-        let handed = disk.hand_over(to, true);
-        let stays = handed.as_ref().is_err_and(|e| !lease::may_be_done(e));
-        if stays && let Err(e) = self.note_handing_over(false) {
-            // Then the site is asked once more.
-            tracing::warn!("{e:#}");
-        }
-        match held {
-            Some(held) if !stays => held.for_good(),
-            held => drop(held),
-        }
-        handed.map(drop)
-    }
-
-    fn note_handing_over(&self, is_begun: bool) -> Result<()> {
-        let mut record = self.record.lock();
-        record.handing_over = is_begun;
-        self.place.write(&record)
-    }
-
-    fn has_handed_over(&self) -> bool {
-        self.disks.iter().any(Disk::was_handed_over)
     }
 
     /// Removes the devices, which are gone, from the record: their names may be reused, and a later cleanup must not

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use drover_net::Code;
 
-use super::control::{Progress, StopHow};
-use super::disk::Disk;
+use super::control::{HandTo, Progress, StopHow};
+use super::disk::{Disk, mount_id};
+use super::lease::Lease;
 use super::left::{Keeps, Left, Unnotified};
 use super::leftovers;
 use super::record::{Place, Record};
@@ -32,6 +33,9 @@ pub async fn end(
     how: StopHow,
     progress: Progress,
 ) -> Result<Left> {
+    if let Some(to @ HandTo::Heir(_)) = how.hand_over {
+        return hand_over(home, place, record, to, progress).await;
+    }
     if how.hand_over.is_some() {
         bail!(
             "the process of {} is gone: mount it again at the same place, then hand it over",
@@ -139,6 +143,53 @@ pub async fn end(
         here: here.join("; "),
         there,
     })
+}
+
+/// Pushes what the mount of a machine that has moved has, and hands its write lease over.
+async fn hand_over(
+    home: &Home,
+    place: &Place,
+    record: &Record,
+    to: HandTo,
+    progress: Progress,
+) -> Result<Left> {
+    let Some(_kept) = place.keep()? else {
+        bail!("{} is served by a process again; try again", record.name);
+    };
+    leftovers::clear(record)?;
+    let [image] = record.images.as_slice() else {
+        bail!(
+            "{} has several images: a lease is handed over alone",
+            record.name
+        );
+    };
+    let connector = super::of_machine::connector(home, image)?;
+    let lease = Lease::new(&connector, image, mount_id(record, 0))?;
+    let asked = move || {
+        lease
+            .hand_over(to, false, &|| u64::MAX)
+            .map(|_| lease.was_handed_over())
+    };
+    if !tokio::task::spawn_blocking(asked).await?? {
+        let mut record = record.clone();
+        record.how.prefetch = Prefetch::None;
+        record.how.record = None;
+        let disk = Disk::open(home, place, &record, 0, image, false).await?;
+        let done = move || {
+            let pushed = push(&disk, &progress);
+            let handed = pushed.and_then(|()| disk.hand_over(to, true));
+            let closed = disk.close();
+            handed.and(closed)
+        };
+        tokio::task::spawn_blocking(done).await??;
+    }
+    if place.dirty(1)? > 0 {
+        let text = "what was written after the lease was handed over stays in the cache";
+        note_unmounted(place, record)?;
+        return Ok(Left::here(text.into()));
+    }
+    place.remove()?;
+    Ok(Left::default())
 }
 
 /// Records that the mount was ended cleanly.

@@ -75,6 +75,27 @@ impl Shown {
         }
     }
 
+    /// Starts the NBD server of a mount whose disk comes later: `device` stands for it.
+    ///
+    /// # Errors
+    /// As [`Shown::make`]; other front ends read the disk as soon as they are there.
+    pub fn early(record: &Record, device: Arc<dyn BlockDevice>) -> Result<Shown> {
+        match (&record.front, record.images.as_slice()) {
+            (Front::Nbd { listen, tls }, [image]) => {
+                let exports = vec![export(record, &image.image, device)];
+                listen_to(listen, tls.as_deref(), exports)
+            }
+            _ => bail!("only one image exported over NBD can be shown before it is there"),
+        }
+    }
+
+    /// Cuts the connections of an NBD server at once, without an answer to what they wait for.
+    pub fn cut(&self) {
+        if let Shown::Nbd { server, .. } = self {
+            server.cut();
+        }
+    }
+
     /// The block devices it created.
     pub fn devices(&self) -> Vec<PathBuf> {
         match self {
@@ -269,6 +290,10 @@ fn serve(listen: &Listen, tls: Option<&Path>, disks: &[Disk], record: &Record) -
         .zip(&record.images)
         .map(|(disk, target)| export(record, &target.image, disk.device()))
         .collect();
+    listen_to(listen, tls, exports)
+}
+
+fn listen_to(listen: &Listen, tls: Option<&Path>, exports: Vec<nbd::Export>) -> Result<Shown> {
     let tls = match tls {
         None => None,
         Some(dir) => {

@@ -94,10 +94,18 @@ impl Lease {
             image: self.image.clone(),
             mount: self.mount,
             link,
-            token: self.token,
+            token: match to {
+                HandTo::Heir(heir) => heir.token,
+                _ => self.token,
+            },
             to: match to {
                 HandTo::Any => None,
                 HandTo::Site(key) => Some(PeerKey(key)),
+                HandTo::Heir(heir) => Some(PeerKey(heir.site)),
+            },
+            to_mount: match to {
+                HandTo::Heir(heir) => Some(MountId(heir.mount)),
+                _ => None,
             },
             commit,
         };

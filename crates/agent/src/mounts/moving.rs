@@ -130,6 +130,8 @@ impl MoveDisk {
             work: scratch.clone(),
             scratch,
             generations: None,
+            mounts: None,
+            copy_mounts: true,
             max_pause: self.max_pause,
             post_copy: PostCopy::Never,
             trust_files: false,

@@ -147,9 +147,22 @@ pub struct How {
     /// It begins as one that stands by: the cache is filled beside the writer, and the mount begins when that hands its lease over.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub standby: bool,
+    /// With `standby`, whose lease it waits for. Its NBD server is up before, and requests wait: a hypervisor opens its disks before
+    /// its machine arrives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heir_of: Option<HeirOf>,
     /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
+}
+
+/// The site whose write lease a mount waits for: another's is none of its business.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeirOf {
+    /// Its key.
+    pub site: [u8; 32],
+    /// What that site calls this mount.
+    pub mount: [u8; 16],
 }
 
 /// A mount's record, written before the mount starts.
@@ -451,6 +464,11 @@ impl Record {
         how: How,
         before: Option<&Record>,
     ) -> Record {
+        let id = match (how.heir_of, before) {
+            (Some(heir), _) => heir.mount,
+            (None, Some(before)) => before.id,
+            (None, None) => drover_net::random_id(),
+        };
         Record {
             version: images
                 .iter()
@@ -465,7 +483,7 @@ impl Record {
             images,
             front,
             how,
-            id: before.map_or_else(drover_net::random_id, |b| b.id),
+            id,
             devices: Vec::new(),
             process: 0,
             since_unix: 0,

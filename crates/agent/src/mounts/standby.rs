@@ -10,14 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use drover_core::ImageName;
+use drover_core::{BlockDevice, Capabilities, ImageName};
 use drover_device::builder::Managed;
 use drover_device::remote::{Epoch, Link, Remote};
+use drover_device::stage::{Awaited, AwaitedHandle};
 use drover_device::synced::drop_chunks;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::protocol::{KEEP_ALIVE, LeaseSeen};
 use drover_net::service::{Exchange, Handler, Services};
-use drover_net::{Code, DEFAULT_DOMAIN, Peer, Refusal};
+use drover_net::{Code, DEFAULT_DOMAIN, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, Envelope, HostDirectory};
 use drover_store::generations::{MAX_SUMMARY_BYTES, Summary};
 use drover_store::lease::Access;
@@ -29,11 +30,12 @@ use tokio::time::{sleep, timeout};
 use super::connector::PeerConnector;
 use super::control::{self, GetStatus, StopHow};
 use super::disk::{CONNECT_LIMIT, mount_id, open_cache, unopened};
+use super::front;
 use super::lease::Lease;
 use super::left::Left;
-use super::record::{Place, Record, boot};
+use super::record::{HeirOf, Place, Record, boot};
 use super::status::{DiskStatus, MountState, Status};
-use crate::error::{Context, Error, Result, bail, one_line};
+use crate::error::{Context, Error, Result, bail, msg, one_line};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::site::{self, find_peer};
@@ -64,8 +66,55 @@ const FORMAT: Envelope = Envelope {
     max_bytes: MAX_SUMMARY_BYTES as u64 + 64,
 };
 
+/// How long requests wait for the lease.
+const EARLY_LIMIT: Duration = Duration::from_secs(24 * 3600);
+
+/// A front end that is up before its mount has the lease: requests wait.
+pub struct Early {
+    shown: front::Shown,
+    comes: AwaitedHandle,
+}
+
+impl Early {
+    /// Makes the front end of a mount whose disk has this size.
+    fn make(record: &Record, size: u64, capabilities: Capabilities) -> Result<Early> {
+        let (device, comes) = Awaited::of(size, capabilities, EARLY_LIMIT)?;
+        let shown = front::Shown::early(record, Arc::new(device))?;
+        Ok(Early { shown, comes })
+    }
+
+    /// The disk is here: the requests that waited go to it.
+    ///
+    /// # Errors
+    /// When it is another one than was seen before.
+    pub fn arrive(self, device: Arc<dyn BlockDevice>) -> Result<front::Shown> {
+        let Early { shown, comes } = self;
+        if !comes.is_for(&*device) {
+            Early { shown, comes }.give_up();
+            bail!("the disk has another size or other properties than when the mount stood by");
+        }
+        comes.arrive(device)?;
+        Ok(shown)
+    }
+
+    /// It does not come.
+    pub fn give_up(self) {
+        // First the connections: a hypervisor makes new ones, and asks again. An error it would pass on to its machine.
+        self.shown.cut();
+        self.comes.give_up();
+        end_early(self.shown);
+    }
+}
+
+fn end_early(shown: front::Shown) {
+    if let Err(unended) = shown.end(true) {
+        tracing::warn!("the front end of a mount that stood by: {}", unended.1);
+    }
+}
+
 /// Stands by until the mount has the write lease, with a cache that has nothing older than the disk; then the record says that it is a
-/// mount like others. `waiting` is called with the bytes that are here, and those of the disk.
+/// mount like others. `waiting` is called with the bytes that are here, and those of the disk; `is_up` once, when the front end of one
+/// that is the heir of a site is up. That front end is returned.
 ///
 /// # Errors
 /// When it cannot stand by any more, or was told to end. The cache stays, unless it was unmounted.
@@ -74,8 +123,9 @@ pub async fn stand_by(
     place: &Place,
     record: &mut Record,
     waiting: &impl Fn(u64, u64) -> Result<()>,
+    is_up: impl FnOnce(&front::Shown, &Record) -> Result<()>,
     stopped: &mut watch::Receiver<bool>,
-) -> Result<()> {
+) -> Result<Option<Early>> {
     record.process = std::process::id();
     record.since_unix = now_unix();
     record.boot = boot();
@@ -91,7 +141,8 @@ pub async fn stand_by(
     services.handle::<StopHow>(Requests(Arc::clone(&shown)));
     let own = super::own(home.identity()?.key(), DEFAULT_DOMAIN);
     let listens = control::listen(&socket, own, services)?;
-    let got = waits.wait(&shown, waiting, stopped).await;
+    let mut front = EarlyFront::new(&waits.record, is_up);
+    let got = waits.wait(&shown, waiting, &mut front, stopped).await;
     if let Err(End::Unmounted(left)) = &got {
         shown.left.lock().replace(left.clone());
         shown.ended.notify_waiters();
@@ -100,13 +151,58 @@ pub async fn stand_by(
     listens.abort();
     // Its socket is gone then.
     let _ = listens.await;
-    match got {
+    let got = match got {
         Ok(()) => {
             record.how.standby = false;
             place.write(record)
         }
         Err(End::Failed(e)) => Err(e),
-        Err(End::Unmounted(_)) => bail!("{} was unmounted while it stood by", place.name()),
+        Err(End::Unmounted(_)) => Err(msg!("{} was unmounted while it stood by", place.name())),
+    };
+    match (got, front.early) {
+        (Ok(()), early) => Ok(early),
+        (Err(e), early) => {
+            if let Some(early) = early {
+                early.give_up();
+            }
+            Err(e)
+        }
+    }
+}
+
+/// The front end of a mount that is the heir of a site, once it is up.
+struct EarlyFront<'a, F> {
+    record: &'a Record,
+    is_up: Option<F>,
+    early: Option<Early>,
+}
+
+impl<'a, F: FnOnce(&front::Shown, &Record) -> Result<()>> EarlyFront<'a, F> {
+    fn new(record: &'a Record, is_up: F) -> Self {
+        let is_wanted = record.how.heir_of.is_some();
+        Self {
+            record,
+            is_up: is_wanted.then_some(is_up),
+            early: None,
+        }
+    }
+
+    /// The mount stands by: makes the front end, unless it is up or not wanted.
+    fn begin(&mut self, device: &dyn BlockDevice) -> Result<()> {
+        let Some(is_up) = self.is_up.take() else {
+            return Ok(());
+        };
+        // The cache is read-only as long as it stands by.
+        let writable = Capabilities {
+            read_only: false,
+            fast_zeroes: true,
+            trim: true,
+            ..device.capabilities()
+        };
+        let early = self
+            .early
+            .insert(Early::make(self.record, device.size(), writable)?);
+        is_up(&early.shown, self.record)
     }
 }
 
@@ -178,6 +274,7 @@ impl Waits {
         &self,
         shown: &Shown,
         waiting: &impl Fn(u64, u64) -> Result<()>,
+        front: &mut EarlyFront<'_, impl FnOnce(&front::Shown, &Record) -> Result<()>>,
         stopped: &mut watch::Receiver<bool>,
     ) -> Result<(), End> {
         loop {
@@ -193,7 +290,13 @@ impl Waits {
                 }
             };
             let (managed, is_known) = match began {
-                Began::Standing(managed, is_known) => (managed, is_known),
+                Began::Standing(device, managed, is_known) => {
+                    if let Err(e) = front.begin(&*device) {
+                        self.close(&client, Some(managed)).await;
+                        return Err(End::Failed(e));
+                    }
+                    (managed, is_known)
+                }
                 Began::Held => {
                     self.close(&client, None).await;
                     return Ok(());
@@ -220,6 +323,9 @@ impl Waits {
         let seen = self.lease.look(true).await?;
         let place = self.place.clone();
         let stood_by = place.standby().exists();
+        if seen.held {
+            self.check_giver(&seen)?;
+        }
         if seen.held && !stood_by {
             // A mount like others, that was told to stand by after its process had died.
             return Ok(Began::Held);
@@ -236,8 +342,9 @@ impl Waits {
             }
             write(&place, seen.generations.as_deref())?;
             client.agree(Epoch(seen.identity.epoch));
-            let (_, managed) = open_cache(&client, &record.how, &place.cache(0), identity, None)?;
-            Ok(Began::Standing(managed, seen.generations.is_some()))
+            let (device, managed) =
+                open_cache(&client, &record.how, &place.cache(0), identity, None)?;
+            Ok(Began::Standing(device, managed, seen.generations.is_some()))
         };
         tokio::task::spawn_blocking(open).await?
     }
@@ -334,12 +441,23 @@ impl Waits {
         if !seen.held {
             bail!("the write lease was handed over to this mount, and revoked at once");
         }
+        self.check_giver(&seen)?;
         let (place, record) = (self.place.clone(), self.record.clone());
         tokio::task::spawn_blocking(move || {
             bring_up(&place, &record, &seen, true)?;
             remove(&place)
         })
         .await?
+    }
+
+    fn check_giver(&self, seen: &LeaseSeen) -> Result<()> {
+        match is_from(self.record.how.heir_of, seen.from) {
+            true => Ok(()),
+            false => bail!(
+                "the write lease of {} came from another site than the machine whose disk it is: revoke it there with `drover mounts break`",
+                self.record.images[0]
+            ),
+        }
     }
 
     /// Closes what is open. The site is told that this mount does not stand by any more; a lease that it has got stays.
@@ -434,10 +552,15 @@ impl Waits {
     }
 }
 
+/// Whether the lease of a mount came from the site whose heir it is, if it is one: nobody's machine gets the disk of another one.
+fn is_from(heir_of: Option<HeirOf>, giver: Option<PeerKey>) -> bool {
+    heir_of.is_none_or(|heir| giver == Some(PeerKey(heir.site)))
+}
+
 /// How a mount began to stand by.
 enum Began {
     /// Its cache is open; whether the site records what is written.
-    Standing(Managed, bool),
+    Standing(Arc<dyn BlockDevice>, Managed, bool),
     /// It has the lease already.
     Held,
 }
@@ -626,5 +749,24 @@ impl Handler<StopHow> for Requests {
         if self.0.left.lock().is_some() {
             self.0.replied.notify_one();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lease_of_a_machines_disk_comes_from_where_the_machine_does() {
+        let (one, two) = (PeerKey([1; 32]), PeerKey([2; 32]));
+        let heir = HeirOf {
+            site: one.0,
+            mount: [3; 16],
+        };
+        assert!(is_from(Some(heir), Some(one)));
+        assert!(!is_from(Some(heir), Some(two)));
+        assert!(!is_from(Some(heir), None), "nobody handed it over");
+        // A person's own mount takes what it gets.
+        assert!(is_from(None, None) && is_from(None, Some(two)));
     }
 }

@@ -78,6 +78,8 @@ pub fn start(
             Ready::Note(text) => notice(&text),
             Ready::There(lines, notes) => {
                 notes.iter().for_each(|note| notice(note));
+                // A site that has started it lives on, and is told of its end.
+                std::thread::spawn(move || child.wait());
                 return Ok(lines);
             }
             Ready::Failed(code, message) => {

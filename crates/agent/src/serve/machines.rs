@@ -19,7 +19,7 @@ use drover_device::stage::{ArrivalHandle, Arriving, Journaled};
 use drover_frontend::nbd;
 use drover_hypervisor::Place;
 use drover_migrate::program::Target;
-use drover_migrate::protocol::{Kind, OpenMove, TellGenerations};
+use drover_migrate::protocol::{Kind, MountedDisk, OpenMove, TellGenerations};
 use drover_migrate::{Happened, Moves, Pending, Served, Site};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
@@ -30,7 +30,7 @@ use drover_storage::{Directory, HostDirectory};
 use drover_store::Catalog;
 use drover_store::generations::Summary;
 use drover_store::lease::{Access, MountId};
-use drover_store::machine::{MachineRecord, Machines, Move, Other, Owner};
+use drover_store::machine::{MachineRecord, Machines, Move, Other, Owner, Token};
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 
@@ -39,7 +39,7 @@ use super::in_domain::InDomain;
 use super::server::Server;
 use crate::audit::{Event, Record};
 use crate::changes;
-use crate::error::failed;
+use crate::error::{failed, refusal_of};
 use crate::home::MachineConfig;
 use crate::machines::{disk_of, mount_id};
 use crate::mounts::{OwnConnector, own};
@@ -48,6 +48,7 @@ mod boot;
 mod built;
 mod handed_over;
 mod left;
+mod mounts;
 mod start;
 
 use handed_over::{Fence, HandedOver};
@@ -524,6 +525,7 @@ impl SiteMachines {
         if site.kind() == Kind::Disk {
             forget_refused(&site.machines);
         }
+        SiteMachines::look_after_mounts(site);
         for name in site.machines.names().unwrap_or_default() {
             match site.left(&name).await {
                 Err(e) if e.code != Code::Held => tracing::warn!(machine = %name, "{e}"),
@@ -724,13 +726,36 @@ impl Site for SiteMachines {
         })
     }
 
+    fn stand_by<'a>(
+        &'a self,
+        peer: &'a Peer,
+        machine: &'a ImageName,
+        token: Token,
+        disks: &'a [MountedDisk],
+    ) -> Pending<'a, Result<(), Refusal>> {
+        Box::pin(self.mount(peer, machine, token, disks))
+    }
+
+    fn standing<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        disks: &'a [MountedDisk],
+    ) -> Pending<'a, Result<Vec<NbdAddress>, Refusal>> {
+        Box::pin(self.mounted(machine, disks))
+    }
+
     fn discard_disks<'a>(
         &'a self,
         machine: &'a ImageName,
         record: &'a MachineRecord,
+        anew: bool,
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
             self.end_built(machine, record).await;
+            if !anew && self.kind() == Kind::Machine {
+                let ended = self.mounts(machine)?.end_standing().await;
+                ended.map_err(refusal_of)?;
+            }
             // Its way back brings all of it.
             let has_left = self.left_mark(machine).exists();
             let (mut images, domain) = self.close(machine, record).await?;

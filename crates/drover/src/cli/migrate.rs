@@ -63,6 +63,12 @@ pub struct MigrateArgs {
     /// that is still here waits for it, also when this command or the link breaks, until the same command is run again.
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = PostCopy::WhenNeeded)]
     pub post_copy: PostCopy,
+    /// Copy also disks that are mounts of a third site's images
+    ///
+    /// Without this, such a disk does not move: the peer mounts the image, too, and gets the write lease when it has the machine.
+    /// It has to be paired with that site, and may write the image.
+    #[arg(long)]
+    pub copy_mounts: bool,
     /// Read what is still here of a machine that was handed over from the files of its disks, also if they were written since
     ///
     /// That is only right if they were put back as they were: what the machine gets of them is not checked.

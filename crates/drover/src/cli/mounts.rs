@@ -266,6 +266,7 @@ impl OptionArgs {
             lease: self.lease,
             wait_local: self.wait_local,
             standby: self.standby,
+            heir_of: None,
             size: self.size,
         })
     }

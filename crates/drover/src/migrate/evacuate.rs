@@ -257,6 +257,7 @@ fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
         rename: None,
         max_pause: args.max_pause,
         post_copy: cli::PostCopy::WhenNeeded,
+        copy_mounts: false,
         trust_files: false,
         limit: None,
         compress: Compress(None),

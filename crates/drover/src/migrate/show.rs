@@ -135,9 +135,13 @@ impl Show {
         }
         if self.dry_run {
             return out::line(&format!(
-                "{}: can move; {} of memory besides its disks; {}",
+                "{}: can move; {} of memory besides its disks; {}{}",
                 self.machine,
                 bytes(report.memory_bytes),
+                match report.handed_over.as_slice() {
+                    [] => String::new(),
+                    disks => format!("{} not copied, but handed over; ", clean(&disks.join(", "))),
+                },
                 match report.built {
                     true => format!("{} builds a QEMU for it", clean(&self.peer)),
                     false => format!("{} has its own QEMU for it", clean(&self.peer)),
@@ -145,6 +149,14 @@ impl Show {
             ));
         }
         let pause = &report.pause;
+        if !report.handed_over.is_empty() {
+            out::line(&format!(
+                "{}: {} handed over, {} ms after the pause",
+                self.machine,
+                clean(&report.handed_over.join(", ")),
+                report.leases_ms
+            ))?;
+        }
         out::line(&format!(
             "{} runs at {}: paused for {} ms (disks {}, memory {}, hand-over {}); {} of disks, {} of changes, {} of memory in {:.1} s",
             self.machine,

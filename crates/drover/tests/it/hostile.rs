@@ -151,6 +151,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             generation: Generation(0),
             disks: Vec::new(),
             memory_bytes: 0,
+            mounted: Vec::new(),
         }),
         encode_call(&SendDisks {
             kind: Kind::Disk,
@@ -206,6 +207,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             link: 1,
             token: [1; 16],
             to: None,
+            to_mount: None,
             commit: true,
         }),
         b"\x07nothing".to_vec(),

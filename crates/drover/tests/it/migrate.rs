@@ -19,6 +19,7 @@ mod full_disk;
 mod generations;
 mod libvirt;
 mod links;
+mod mounted;
 mod postcopy;
 mod replicas;
 mod several_disks;

@@ -325,6 +325,13 @@ impl Server {
         self.stop_those(|_| true, self.shared.served.options.drain)
     }
 
+    /// Ends all connections at once; requests that wait get no answer.
+    pub fn cut(&self) {
+        for control in self.shared.connections.lock().values() {
+            control.socket.cut();
+        }
+    }
+
     fn stop_those(&self, which: impl Fn(&Control) -> bool, timeout: Duration) -> usize {
         let chosen: Vec<_> = {
             let connections = self.shared.connections.lock();

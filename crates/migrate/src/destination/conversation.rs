@@ -105,7 +105,7 @@ impl<S: Site> Moves<S> {
         }
         // A move that is over makes room for the next one, and so does one that its seeder has given up.
         if let Some(mut old) = slot.take().filter(|old| !old.leecher.is_over()) {
-            self.discard(name, old.leecher.record(), &mut old.prepared)
+            self.discard(name, old.leecher.record(), &mut old.prepared, false)
                 .await?;
         }
         let lock = self.site.machines().lock(name).map_err(|e| {
@@ -143,7 +143,7 @@ impl<S: Site> Moves<S> {
             match &known.under_way {
                 // Of an earlier process of this site.
                 Some(Move::Coming(old, ..)) if *old != offer.token => {
-                    self.discard(name, &known, &mut None).await?;
+                    self.discard(name, &known, &mut None, false).await?;
                 }
                 // What a failed write has left may not be durable.
                 Some(_) => self.keep(name, known).await.map_err(failed)?,
@@ -216,8 +216,13 @@ impl<S: Site> Moves<S> {
             Ask::Begin => {
                 events.push(Event::Copying);
                 let record = coming.leecher.record();
-                let discarded = self.discard(name, record, &mut coming.prepared);
-                discarded.await.map_err(MigrateError::from)
+                let discarded = self.discard(name, record, &mut coming.prepared, true).await;
+                let begun = async {
+                    discarded?;
+                    let (token, mounted) = (about.offer.token, &about.offer.mounted);
+                    self.site.stand_by(&about.peer, name, token, mounted).await
+                };
+                begun.await.map_err(MigrateError::from)
             }
             Ask::Prepare => match self.prepare(about, coming.leecher.record()).await {
                 Ok(prepared) => {
@@ -226,7 +231,7 @@ impl<S: Site> Moves<S> {
                 }
                 Err(e) => Err(e),
             },
-            Ask::Arrived => match self.arrived(coming.prepared.as_ref()).await {
+            Ask::Arrived => match self.arrived(name, coming.prepared.as_ref()).await {
                 Ok(()) => {
                     // What it lacks may still be on its way, by another connection.
                     events.push(match ready(coming.prepared.as_ref(), about.offer.kind) {
@@ -240,7 +245,7 @@ impl<S: Site> Moves<S> {
             },
             Ask::Commit => {
                 // From the decision on nobody else has it.
-                match self.arrived(coming.prepared.as_ref()).await {
+                match self.arrived(name, coming.prepared.as_ref()).await {
                     // What it lacks was said since.
                     Ok(()) if coming.leecher.is_ready() => {
                         events.push(ready(coming.prepared.as_ref(), about.offer.kind));
@@ -298,9 +303,11 @@ impl<S: Site> Moves<S> {
                 Waiting::connect(&place, self.socket(name)).await?
             }
         };
-        hypervisor.prepare(offer, &served).await?;
+        let mounted = self.site.standing(name, &offer.mounted).await?;
+        hypervisor.prepare(offer, &served, mounted).await?;
         Ok(Prepared {
             hypervisor,
+            mounted: offer.mounted.clone(),
             transfer: self.transfer(name, offer.token, &served, false),
             disks: served,
         })
@@ -322,15 +329,20 @@ fn ready(prepared: Option<&Prepared>, kind: Kind) -> Event {
 /// Checks an offer for its form.
 fn check(offer: &OpenMove) -> Result<(), Refusal> {
     let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
-    if offer.disks.len() > MAX_DISKS {
+    if offer.disks.len().saturating_add(offer.mounted.len()) > MAX_DISKS {
         return bad("a machine has too many disks");
     }
-    if offer
-        .disks
-        .iter()
-        .any(|disk| disk.device.len() > MAX_DEVICE)
-    {
+    let devices = offer.disks.iter().map(|disk| &disk.device);
+    let mut devices = devices.chain(offer.mounted.iter().map(|disk| &disk.device));
+    if devices.any(|device| device.len() > MAX_DEVICE) {
         return bad("a disk of a machine has too long a name");
+    }
+    if offer.kind == Kind::Disk && !offer.mounted.is_empty() {
+        return bad("a disk of a program is none of a third site");
+    }
+    let images: HashSet<_> = offer.mounted.iter().map(|d| (d.site, &d.image)).collect();
+    if images.len() != offer.mounted.len() {
+        return bad("two disks of a machine are the same image");
     }
     let names: HashSet<_> = offer.disks.iter().map(|disk| &disk.image).collect();
     if names.len() != offer.disks.len() {

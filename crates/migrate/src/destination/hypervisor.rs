@@ -9,6 +9,7 @@ use drover_hypervisor::machine::{
     Capability, Channel, Data, Machine, Medium, MigrationStatus, Node, RunState, Yank,
 };
 use drover_hypervisor::spec::disk_node;
+use drover_store::machine::MAX_DISKS;
 use tokio::net::UnixStream;
 
 use crate::error::MigrateError;
@@ -41,11 +42,9 @@ pub(super) async fn give_disks(
         ));
     }
     machine.set_capabilities(&Capability::NEEDED, true).await?;
-    let devices: Vec<_> = offer
-        .disks
-        .iter()
-        .map(|disk| disk.device.as_str())
-        .collect();
+    let moved = offer.disks.iter().map(|disk| disk.device.as_str());
+    let mounted = offer.mounted.iter().map(|disk| disk.device.as_str());
+    let devices: Vec<_> = moved.chain(mounted).collect();
     attach_all(machine, name, &devices, served).await
 }
 
@@ -99,7 +98,7 @@ pub(super) async fn attach_all(
 
 /// Ends a hypervisor that has begun to receive a machine, or has received it, and did not run it. One that has read nothing
 /// can wait for the next attempt.
-pub(super) async fn abandon(machine: &Machine, disks: usize) {
+pub(super) async fn abandon(machine: &Machine) {
     let received = async {
         let status = machine.status().await?;
         let info = machine.migration().await?;
@@ -113,9 +112,11 @@ pub(super) async fn abandon(machine: &Machine, disks: usize) {
     let received = tokio::time::timeout(ANSWER, received).await;
     if matches!(received, Ok(Ok(true))) {
         // It would wait for the server of its disks, which an earlier process of this site was.
-        for n in 0..disks {
+        for n in 0..MAX_DISKS {
             let connection = Yank::BlockNode(node_name(n));
-            machine.yank(&[connection]).await.ok();
+            if machine.yank(&[connection]).await.is_err() {
+                break;
+            }
         }
         machine.quit().await.ok();
     }

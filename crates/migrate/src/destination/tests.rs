@@ -5,11 +5,11 @@ use std::os::unix::fs::symlink;
 use drover_net::PeerKey;
 use drover_net::service::DEFAULT_DOMAIN;
 use drover_net::{Right, Rights};
-use drover_store::machine::{Decision, Generation, Owner, Seed};
+use drover_store::machine::{Decision, Generation, MAX_DISKS, Owner, Seed};
 
 use super::conversation::Conversation;
 use super::*;
-use crate::protocol::{DiskOffer, Kind, OpenMove};
+use crate::protocol::{DiskOffer, Kind, MAX_DEVICE, OpenMove};
 
 struct Home {
     machines: Machines,
@@ -72,6 +72,7 @@ impl Site for Home {
         &'a self,
         _: &'a ImageName,
         record: &'a MachineRecord,
+        _: bool,
     ) -> Pending<'a, Result<(), Refusal>> {
         Box::pin(async move {
             self.discarded.lock().push(record.disks.clone());
@@ -116,7 +117,44 @@ fn offer(token: u8, disk: &str) -> Arc<OpenMove> {
             read_only: false,
         }],
         memory_bytes: 1,
+        mounted: Vec::new(),
     })
+}
+
+#[tokio::test]
+async fn an_offer_of_mounted_disks_is_checked() {
+    let moves = site();
+    let disk = |n: u8| MountedDisk {
+        device: "vd1".into(),
+        size: 4096,
+        site: PeerKey([n; 32]),
+        image: web(),
+    };
+    let of = |kind, mounted: Vec<MountedDisk>| {
+        Arc::new(OpenMove {
+            kind,
+            mounted,
+            ..(*offer(1, "web.raw")).clone()
+        })
+    };
+    let long = MountedDisk {
+        device: "d".repeat(MAX_DEVICE + 1),
+        ..disk(1)
+    };
+    for bad in [
+        of(Kind::Machine, (0..MAX_DISKS as u8).map(disk).collect()),
+        of(Kind::Machine, vec![disk(1), disk(1)]),
+        of(Kind::Machine, vec![long]),
+        of(Kind::Disk, vec![disk(1)]),
+    ] {
+        let refused = moves.open(&peer(1), bad).await.map(|_| ()).unwrap_err();
+        assert_eq!(refused.code, Code::Protocol, "{refused}");
+    }
+    // This site has no mounts, and says so before anything is copied.
+    let offered = of(Kind::Machine, vec![disk(1), disk(2)]);
+    let (about, _) = moves.open(&peer(1), offered).await.unwrap();
+    let begun = moves.asked(&about, Ask::Begin).await.unwrap().unwrap();
+    assert!(begun.why.contains("no mounts"), "{}", begun.why);
 }
 
 #[tokio::test]

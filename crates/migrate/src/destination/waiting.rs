@@ -59,19 +59,26 @@ impl Waiting {
         })
     }
 
-    /// Gives it the disks of a machine, and lets it wait.
+    /// Gives it the disks of a machine, and lets it wait; `mounted` is where those are served that do not move.
     pub(super) async fn prepare(
         &self,
         offer: &OpenMove,
         served: &[Served],
+        mounted: Vec<NbdAddress>,
     ) -> Result<(), MigrateError> {
         match self {
             Self::Qemu(machine) => {
-                let sizes = served.iter();
-                let disks: Vec<_> = sizes
-                    .map(|disk| (disk.device.size(), disk.address.clone()))
-                    .collect();
+                let moved = served.iter();
+                let moved = moved.map(|disk| (disk.device.size(), disk.address.clone()));
+                let sizes = offer.mounted.iter().map(|disk| disk.size);
+                let disks: Vec<_> = moved.chain(sizes.zip(mounted)).collect();
                 qemu::give_disks(machine, offer, &disks).await
+            }
+            Self::Libvirt(_) if !offer.mounted.is_empty() => {
+                Err(MigrateError::Unsupported(format!(
+                    "{} is of libvirt there, which cannot be given disks of a third site: add --copy-mounts",
+                    offer.machine
+                )))
             }
             Self::Libvirt(received) => received.prepare(offer, served).await,
             Self::Image => check_sizes(offer, served),
@@ -134,9 +141,9 @@ impl Waiting {
     }
 
     /// Ends one that has begun to receive a machine, or has received it, and did not run it.
-    pub(super) async fn abandon(&self, disks: usize) {
+    pub(super) async fn abandon(&self) {
         match self {
-            Self::Qemu(machine) => qemu::abandon(machine, disks).await,
+            Self::Qemu(machine) => qemu::abandon(machine).await,
             Self::Libvirt(received) => received.abandon().await,
             Self::Image => {}
         }

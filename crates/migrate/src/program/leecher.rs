@@ -232,6 +232,7 @@ impl<H: Host> Leecher<H> {
             generation: offer.generation,
             disks: Vec::new(),
             memory_bytes: parts.fold(0, |sum, part| sum.saturating_add(part.size)),
+            mounted: Vec::new(),
         };
         let mut actions = Vec::new();
         let leecher = leecher::Leecher::start(known.as_ref(), &as_machine, from, &mut actions)?;

@@ -58,7 +58,7 @@ impl MachineDisks {
             // What a process has left that was killed is no disk's.
             self.end().await;
         }
-        let found = disks::writable(&self.machine, &self.name).await?;
+        let found = disks::writable(&self.machine, &self.name, None).await?;
         if found.offers.is_empty() {
             let text = format!("{} has no disk that it can write", self.name);
             return Err(MigrateError::Unsupported(text));

@@ -15,9 +15,10 @@ use tokio::task::JoinHandle;
 
 use super::aim::{Aim, Seen};
 use super::describe::describe;
+use super::images::send_images;
 use super::left::bytes_of;
 use super::proof::Proof;
-use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis, send_images};
+use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::memory::{self, Carried, Gate};
@@ -191,6 +192,7 @@ impl Driver<'_> {
             before = bytes;
         }
 
+        self.prepare_leases().await?;
         self.step(Step::Memory);
         let memory = Arc::new(Carried::default());
         if proof.is_pending() && self.disks.memory_bytes <= memory::BUFFERED_MEMORY {

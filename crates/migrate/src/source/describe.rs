@@ -60,11 +60,11 @@ async fn read(
 ) -> Result<Spec, HypervisorError> {
     let socket = options.hypervisor.strip_prefix("qmp:").unwrap_or_default();
     let line = CommandLine::of(Path::new(socket))?;
-    let moving = disks.offers.iter();
-    let moving = moving
-        .map(|disk| (disk.device.clone(), disk.size))
-        .collect();
-    Spec::read(machine, &line, moving).await
+    let moving = disks.offers.iter().map(|disk| (&disk.device, disk.size));
+    let staying = disks.mounted.iter().map(|disk| (&disk.device, disk.size));
+    let all = moving.chain(staying);
+    let all = all.map(|(device, size)| (device.clone(), size)).collect();
+    Spec::read(machine, &line, all).await
 }
 
 async fn tell(describe: &DescribeMachine, options: &MoveOptions) -> Result<bool, MigrateError> {

@@ -14,16 +14,17 @@ use drover_hypervisor::machine::{Bitmap, Data, Machine, Medium, RunState};
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::{HypervisorError, Rounds};
 use drover_image::{Conversion, Format, Layout, Outgoing};
+use drover_net::PeerKey;
 use drover_store::generations::Summary;
 use drover_store::machine::MAX_DISKS;
 use drover_teleport::{SendItem, Snapshot};
 use tokio::sync::RwLock;
 
 use super::left::{LeftDisk, Round, bytes_of};
-use super::report::LeftFile;
+use super::report::{LeftFile, Mounted, Mounts, MoveOptions};
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
-use crate::protocol::DiskOffer;
+use crate::protocol::{DiskOffer, MountedDisk};
 
 /// The name of our series of rounds in a hypervisor: there is one move of a machine at a time.
 const SERIES: &str = "move";
@@ -49,6 +50,10 @@ pub struct Disks {
     pub memory_bytes: u64,
     /// The files that they are, as far as they are files.
     pub files: Vec<LeftFile>,
+    /// Those that are mounts, and are handed over instead.
+    pub mounted: Vec<MountedDisk>,
+    /// What they are at this site, in the same order.
+    pub mounts: Vec<Mounted>,
     /// The disks of a machine of libvirt.
     pub domain: Vec<Disk>,
     /// Their block nodes.
@@ -65,11 +70,11 @@ pub struct Disks {
 pub(crate) type Opening = Arc<RwLock<()>>;
 
 impl Disks {
-    /// The disks of a machine that can move, whose images there are called after `name`.
+    /// The disks of a machine that can move, whose images there are called after the machine.
     ///
     /// # Errors
     /// When it cannot, and why.
-    pub async fn of(machine: &Machine, name: &ImageName) -> Result<Disks, MigrateError> {
+    pub async fn of(machine: &Machine, options: &MoveOptions) -> Result<Disks, MigrateError> {
         machine.check_migratable().await?;
         let status = machine.status().await?;
         if status != RunState::Running {
@@ -83,7 +88,14 @@ impl Disks {
                 "another program migrates the machine: its migration is {migration}"
             )));
         }
-        writable(machine, name).await
+        let mounts = options.mounts.as_deref().filter(|_| !options.copy_mounts);
+        let mounts = mounts.map(|mounts| (mounts, options.send.peer));
+        writable(machine, &options.name_there, mounts).await
+    }
+
+    /// Those that are handed over, for a person.
+    pub(crate) fn handed_over(&self) -> Vec<String> {
+        self.mounts.iter().map(ToString::to_string).collect()
     }
 
     /// The disks' block nodes.
@@ -102,6 +114,9 @@ impl Disks {
         let nodes: Vec<&str> = self.nodes.iter().map(String::as_str).collect();
         // Of a replication that was killed; one that waits for its next round begins anew.
         clear_replica(machine, work).await;
+        if nodes.is_empty() {
+            return Ok(Vec::new());
+        }
         let rounds =
             Rounds::begin_held(machine, SERIES, &nodes, work, GRANULARITY, scratch).await?;
         let views = rounds.held().await?.unwrap_or_default();
@@ -177,10 +192,13 @@ impl Disks {
 
     /// The disks as they are at each moment, also when the machine is paused for good; where they can be read later.
     pub async fn whole(&self) -> Result<(Vec<LeftDisk>, Vec<Arc<dyn BlockDevice>>), MigrateError> {
+        let (mut disks, mut devices) = (Vec::new(), Vec::new());
+        if self.nodes.is_empty() {
+            return Ok((disks, devices));
+        }
         let Some(rounds) = &self.rounds else {
             return Err(MigrateError::Stopped);
         };
-        let (mut disks, mut devices) = (Vec::new(), Vec::new());
         for (medium, view) in self.media.iter().zip(rounds.whole().await?) {
             disks.push(LeftDisk::new(medium, view.address.clone()));
             let opened = open(&self.opening, view, |device, _| Ok(device));
@@ -191,6 +209,9 @@ impl Disks {
 
     /// What was written since the last round that was confirmed, or since the disks were held.
     pub async fn next_round(&mut self) -> Result<Round, MigrateError> {
+        if self.nodes.is_empty() {
+            return Ok(Round::new());
+        }
         let Some(rounds) = &mut self.rounds else {
             return Err(MigrateError::Stopped);
         };
@@ -236,14 +257,20 @@ fn recorder(medium: &Medium) -> Option<&Bitmap> {
     }
 }
 
-/// The writable disks of a machine, whose images there are called after `name`.
+/// The writable disks of a machine, whose images there are called after `name`; apart from them those that are `mounts` of sites other
+/// than the one that it goes to.
 ///
 /// # Errors
 /// When they cannot be read as they are.
-pub(crate) async fn writable(machine: &Machine, name: &ImageName) -> Result<Disks, MigrateError> {
-    let memory_bytes = machine.description().await?.memory;
-    let (mut nodes, mut offers, mut files) = (Vec::new(), Vec::new(), Vec::new());
-    let mut media = Vec::new();
+pub(crate) async fn writable(
+    machine: &Machine,
+    name: &ImageName,
+    mounts: Option<(&dyn Mounts, PeerKey)>,
+) -> Result<Disks, MigrateError> {
+    let mut disks = Disks {
+        memory_bytes: machine.description().await?.memory,
+        ..Disks::default()
+    };
     let writable = machine.disks().await?.into_iter();
     let writable: Vec<_> = writable
         .filter_map(|disk| Some((disk.name, disk.medium?)))
@@ -252,7 +279,26 @@ pub(crate) async fn writable(machine: &Machine, name: &ImageName) -> Result<Disk
     if writable.len() > MAX_DISKS {
         return Err(MigrateError::Unsupported("it has too many disks".into()));
     }
-    for (n, (device, medium)) in writable.iter().enumerate() {
+    for (device, medium) in &writable {
+        let mounted = match mounts {
+            // A format inside of it would be read at both ends.
+            Some((mounts, to)) if medium.format == "raw" => {
+                let found = mounts.find(&medium.data).await?;
+                found.filter(|mounted| mounted.site != to)
+            }
+            _ => None,
+        };
+        if let Some(mounted) = mounted {
+            disks.mounted.push(MountedDisk {
+                device: device.clone(),
+                size: medium.size,
+                site: mounted.site,
+                image: mounted.image.clone(),
+            });
+            disks.mounts.push(mounted);
+            continue;
+        }
+        let n = disks.offers.len();
         if medium.encrypted {
             return Err(MigrateError::Unsupported(format!(
                 "disk {n} is encrypted by QEMU: its key does not move"
@@ -260,32 +306,25 @@ pub(crate) async fn writable(machine: &Machine, name: &ImageName) -> Result<Disk
         }
         let image = format!("{name}-{n}.raw");
         let image = ImageName::new(image).map_err(|e| MigrateError::Unsupported(e.to_string()))?;
-        offers.push(DiskOffer {
+        disks.offers.push(DiskOffer {
             image,
             device: device.clone(),
             size: medium.size,
             read_only: false,
         });
-        nodes.push(medium.node.clone());
+        disks.nodes.push(medium.node.clone());
         if let Data::File(path) = &medium.data
             && path.is_absolute()
         {
-            files.push(LeftFile {
+            disks.files.push(LeftFile {
                 disk: n as u32,
                 path: path.clone(),
                 format: medium.format.clone(),
             });
         }
-        media.push(medium.clone());
+        disks.media.push(medium.clone());
     }
-    Ok(Disks {
-        offers,
-        memory_bytes,
-        nodes,
-        media,
-        files,
-        ..Disks::default()
-    })
+    Ok(disks)
 }
 
 /// Sends a round, and asks for it to be flushed.

@@ -16,6 +16,7 @@ use drover_storage::Envelope;
 use drover_store::machine::Token;
 use serde::{Deserialize, Serialize};
 
+use super::report::Mounted;
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::program::behind::{Answering, Behind};
@@ -23,7 +24,7 @@ use crate::program::behind::{Answering, Behind};
 /// The file of [`LeftDisks`].
 pub(super) const FORMAT: Envelope = Envelope {
     magic: *b"DRVRREST",
-    version: 2,
+    version: 3,
     max_bytes: 1 << 20,
 };
 
@@ -32,8 +33,10 @@ pub(super) const FORMAT: Envelope = Envelope {
 pub(super) struct LeftDisks {
     /// The move.
     pub token: Token,
-    /// They, in the machine's order.
+    /// They, in the machine's order; none if nothing of them is left here.
     pub disks: Vec<LeftDisk>,
+    /// The mounts of this site whose write leases are to be handed over.
+    pub mounts: Vec<Mounted>,
 }
 
 /// A disk, as it is recorded.

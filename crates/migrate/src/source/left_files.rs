@@ -94,6 +94,7 @@ mod tests {
             let mut record = LeftDisks {
                 token,
                 disks: vec![LeftDisk::new(&medium, export.clone())],
+                mounts: Vec::new(),
             };
             record.disks.iter_mut().for_each(LeftDisk::stamp);
             let path = machines.directory().join(".web.rest");

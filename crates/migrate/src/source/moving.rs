@@ -71,7 +71,7 @@ pub async fn estimate_device(
     let mut device = Device::new(Some(movable), none, &options);
     let sent = async {
         let items = device.hold().await?;
-        super::send_images(items, &options, on_event, stop).await
+        super::images::send_images(items, &options, on_event, stop).await
     };
     let sent = sent.await;
     device.gone().await;

@@ -6,11 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drover_core::ImageName;
-use drover_hypervisor::machine::RamInfo;
+use drover_hypervisor::machine::{Data, RamInfo};
+use drover_net::{PeerKey, Refusal};
+use drover_store::lease::{HandOverToken, MountId};
 use drover_store::machine::Token;
 use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 use serde::{Deserialize, Serialize};
+
+use crate::destination::Pending;
 
 /// What to move, and how.
 #[derive(Clone)]
@@ -29,6 +33,10 @@ pub struct MoveOptions {
     pub scratch: PathBuf,
     /// What is known of its disks, if anything is.
     pub generations: Option<Arc<dyn DiskGenerations>>,
+    /// The mounts of this site, if it has any.
+    pub mounts: Option<Arc<dyn Mounts>>,
+    /// Whether disks that are mounts are copied like others.
+    pub copy_mounts: bool,
     /// How long the machine may be paused, by estimate; a shorter pause is tried first.
     pub max_pause: Option<Duration>,
     /// Whether the last that was written to the disks may follow when the machine runs there.
@@ -55,6 +63,55 @@ pub enum PostCopy {
     WhenNeeded,
     /// Everything that was written since the state of the disks that was sent first.
     AtOnce,
+}
+
+/// The mounts of a site: disks of machines that are images of other sites.
+pub trait Mounts: Send + Sync {
+    /// The mount that these bytes are, if it is one whose write lease can be handed over.
+    ///
+    /// # Errors
+    /// When that cannot be found out.
+    fn find<'a>(&'a self, data: &'a Data) -> Pending<'a, Result<Option<Mounted>, Refusal>>;
+
+    /// Checks that the lease can be handed over, and pushes what was written to the mount, which goes on.
+    ///
+    /// # Errors
+    /// When it cannot be handed over.
+    fn prepare<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<(), Refusal>>;
+
+    /// Pushes what was written to a mount, ends it, and hands its write lease over. Done again, it finds that out, also when the
+    /// mount is not there any more.
+    ///
+    /// # Errors
+    /// When that is not possible now: it may be tried again, but with [`Code::Lost`](drover_net::Code::Lost), by which the mount
+    /// had no lease any more that it could hand over.
+    fn hand_over<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<(), Refusal>>;
+}
+
+/// Who gets a write lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heir {
+    /// The site that the machine goes to.
+    pub site: PeerKey,
+    /// The mount there that stands by.
+    pub mount: MountId,
+    /// Names the hand-over.
+    pub token: HandOverToken,
+}
+
+/// A mount that a machine has as a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mounted {
+    /// Its name at this site.
+    pub mount: String,
+    /// What the site that has the image calls it.
+    pub id: MountId,
+    /// The site that has the image.
+    pub site: PeerKey,
+    /// What that is called here.
+    pub site_name: String,
+    /// The image's name there.
+    pub image: ImageName,
 }
 
 /// What a site knows of the generations of a machine's disks.
@@ -152,6 +209,12 @@ pub struct MoveReport {
     pub rounds: u32,
     /// The pause.
     pub pause: Pause,
+    /// The disks that were handed over instead of copied, as `SITE:IMAGE`.
+    #[serde(default)]
+    pub handed_over: Vec<String>,
+    /// From the end of the pause until the other site had their write leases, in milliseconds: so long the machine waits for them.
+    #[serde(default)]
+    pub leases_ms: u64,
     /// Whether the other site builds the hypervisor for it.
     #[serde(default)]
     pub built: bool,
@@ -176,6 +239,12 @@ pub struct LeftFile {
     pub path: PathBuf,
     /// Its format in the words of the hypervisor: what a guest wrote to a raw disk does not tell that.
     pub format: String,
+}
+
+impl std::fmt::Display for Mounted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.site_name, self.image)
+    }
 }
 
 impl MoveReport {

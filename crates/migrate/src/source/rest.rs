@@ -15,7 +15,7 @@ use drover_teleport::SendOptions;
 
 use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, is_away};
 use super::report::{MoveEvent, OnMove, PostCopy, Step};
-use super::{Driver, call};
+use super::{Driver, call, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::hold::hold;
@@ -123,7 +123,7 @@ impl Driver<'_> {
     /// Makes what may be left of the disks ready to follow the machine, if that is wanted and the other site can.
     pub(super) async fn offer_rest(&mut self, sent: &Arc<Sent>) -> Result<(), MigrateError> {
         self.rest = None;
-        if self.options.post_copy == PostCopy::Never {
+        if self.options.post_copy == PostCopy::Never || self.disks.offers.is_empty() {
             return Ok(());
         }
         let (disks, devices) = self.disks.whole().await?;
@@ -191,14 +191,17 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Records where what is left can be read, once nobody writes to the disks any more.
+    /// Records where what is left can be read, and which mounts are to be handed over, once nobody writes to the disks any more.
     pub(super) async fn record_rest(&self) -> Result<(), MigrateError> {
-        let Some(rest) = self.rest.as_ref().filter(|rest| rest.is_left) else {
+        let rest = self.rest.as_ref().filter(|rest| rest.is_left);
+        let mounts = self.disks.mounts.clone();
+        if rest.is_none() && mounts.is_empty() {
             return Ok(());
-        };
+        }
         let mut record = LeftDisks {
             token: self.seeder.token(),
-            disks: rest.disks.clone(),
+            disks: rest.map(|rest| rest.disks.clone()).unwrap_or_default(),
+            mounts,
         };
         let path = self.rest_path();
         let write = move || {
@@ -237,8 +240,8 @@ impl Driver<'_> {
         let _ = std::fs::remove_file(self.rest_path());
     }
 
-    /// What an earlier process has recorded of this move.
-    async fn recorded_rest(&self) -> Result<Option<Rest>, MigrateError> {
+    /// What is recorded of this move.
+    fn recorded(&self) -> Result<Option<LeftDisks>, MigrateError> {
         let failed = |error: std::io::Error| MigrateError::File {
             what: format!("cannot read {}", self.rest_path().display()),
             error,
@@ -249,9 +252,11 @@ impl Driver<'_> {
         let damaged = |e: &dyn std::fmt::Display| failed(std::io::Error::other(e.to_string()));
         let body = FORMAT.open(&bytes).map_err(|e| damaged(&e))?;
         let known: LeftDisks = decode(body).map_err(|e| damaged(&e))?;
-        if known.token != self.seeder.token() {
-            return Ok(None);
-        }
+        Ok((known.token == self.seeder.token()).then_some(known))
+    }
+
+    /// What of the disks an earlier process has recorded.
+    async fn recorded_rest(&self, known: LeftDisks) -> Result<Rest, MigrateError> {
         let begun = Instant::now();
         let devices = loop {
             let (disks, trust_files) = (known.disks.clone(), self.options.trust_files);
@@ -266,13 +271,13 @@ impl Driver<'_> {
                 opened => break opened?,
             }
         };
-        Ok(Some(Rest {
+        Ok(Rest {
             behind: self.behind(devices, &Arc::default()),
             answering: None,
             pages: None,
             disks: known.disks,
             is_left: true,
-        }))
+        })
     }
 
     /// Sends what is left, if anything is, of a machine that was taken.
@@ -288,40 +293,62 @@ impl Driver<'_> {
             self.options.name_there.clone(),
             self.options.send.peer_name.clone(),
         );
+        let recorded = self.recorded();
+        let recorded = recorded.map_err(|e| unfinished(&machine, &peer, &e))?;
+        let mounts = recorded.as_ref().map(|recorded| recorded.mounts.clone());
+        let mounts = mounts.unwrap_or_default();
+        let (begun, leases) = (Instant::now(), self.leases(&mounts));
+        let rest = self.rest.take().filter(|rest| rest.is_left);
         let mut stop = self.stop.clone();
-        let rest = match self.rest.take().filter(|rest| rest.is_left) {
-            Some(rest) => Some(rest),
-            None => {
-                let recorded = tokio::select! {
-                    recorded = self.recorded_rest() => recorded,
-                    Ok(_) = stop.wait_for(|stop| *stop) => Err(MigrateError::Stopped),
-                };
-                recorded.map_err(|e| unfinished(&machine, &peer, &e))?
+        let rest = self.send_rest(rest, recorded);
+        let leases = async {
+            let lost = leases.hand_over().await;
+            lost.map(|lost| (lost, millis(begun)))
+        };
+        let both = async { tokio::join!(leases, rest) };
+        let (leases, rest) = tokio::select! {
+            both = both => both,
+            Ok(_) = stop.wait_for(|stop| *stop) => {
+                return Err(unfinished(&machine, &peer, &MigrateError::Stopped));
             }
         };
-        let Some(rest) = rest else {
-            return Ok(());
-        };
-        self.step(Step::Rest);
-        let send = async {
-            hold("rest").await;
-            let connections = match (rest.pages, rest.answering) {
-                (Some(pages), Some(answering)) => Ok((pages, answering)),
-                _ => rest.behind.connect().await,
-            };
-            rest.behind.send(connections).await
-        };
-        let sent = tokio::select! {
-            sent = send => sent,
-            Ok(_) = stop.wait_for(|stop| *stop) => Err(MigrateError::Stopped),
-        };
-        match sent {
-            Ok(asked) => self.report.asked_bytes = asked,
-            // All of it had arrived, and the answer was lost.
-            Err(e) if is_unknown(&e) => {}
-            Err(e) => return Err(unfinished(&machine, &peer, &e)),
+        self.report.asked_bytes = rest.map_err(|e| unfinished(&machine, &peer, &e))?;
+        let (lost, ms) = leases.map_err(|e| unfinished(&machine, &peer, &e))?;
+        if !mounts.is_empty() {
+            self.report.leases_ms = ms;
+        }
+        self.report.handed_over = mounts.iter().map(ToString::to_string).collect();
+        if !lost.is_empty() {
+            self.lost_leases = Some(lost.join("; "));
         }
         Ok(())
+    }
+
+    /// Sends what is left of the disks, if anything is: of this process, or what an earlier one has recorded. Bytes that were waited
+    /// for.
+    async fn send_rest(
+        &self,
+        rest: Option<Rest>,
+        recorded: Option<LeftDisks>,
+    ) -> Result<u64, MigrateError> {
+        let rest = match (rest, recorded) {
+            (Some(rest), _) => rest,
+            (None, Some(recorded)) if !recorded.disks.is_empty() => {
+                self.recorded_rest(recorded).await?
+            }
+            _ => return Ok(0),
+        };
+        self.step(Step::Rest);
+        hold("rest").await;
+        let connections = match (rest.pages, rest.answering) {
+            (Some(pages), Some(answering)) => Ok((pages, answering)),
+            _ => rest.behind.connect().await,
+        };
+        match rest.behind.send(connections).await {
+            // All of it had arrived, and the answer was lost.
+            Err(e) if is_unknown(&e) => Ok(0),
+            sent => sent,
+        }
     }
 }
 

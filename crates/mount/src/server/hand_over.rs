@@ -56,9 +56,10 @@ impl Server {
         self.may_write(&ask.image, &peer).await?;
         let image = self.image(&ask.image).await?;
         let (key, token) = ((peer.key, ask.mount), ask.token);
+        let (to_site, to_mount) = (ask.to, ask.to_mount);
         let heir = {
             let image = Arc::clone(&image);
-            blocking(move || image.heir(key.0, key.1, token, ask.to)).await?
+            blocking(move || image.heir(key.0, key.1, token, (to_site, to_mount))).await?
         };
         let Some(heir) = heir else {
             self.end_connections(key).await;

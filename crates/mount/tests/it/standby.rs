@@ -177,6 +177,7 @@ fn who_takes_over_never_reads_what_is_out_of_date() {
             link: u64::MAX,
             token: [seed as u8; 16],
             to: Some(there.peer.key),
+            to_mount: None,
             commit: true,
         };
         insist(seed, || -> Result<(), Refusal> {
@@ -278,6 +279,7 @@ fn what_was_read_after_a_point_does_not_change_back_when_the_site_loses_power() 
             link: u64::MAX,
             token: [1; 16],
             to: None,
+            to_mount: None,
             commit: true,
         };
         runtime
@@ -320,6 +322,7 @@ fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
             link,
             token: [1; 16],
             to: None,
+            to_mount: None,
             commit: true,
         };
         let done = runtime.block_on(site.server.hand_over(&here.peer, ask));
@@ -358,6 +361,7 @@ fn a_lease_is_handed_over_only_to_one_that_stands_by() {
             link: u64::MAX,
             token: [1; 16],
             to,
+            to_mount: None,
             commit,
         };
         let done = runtime.block_on(site.server.hand_over(&near.peer, ask));

@@ -3,7 +3,7 @@
 use drover_net::{Code, PeerKey, Refusal};
 
 use super::record::{HandOverToken, Loss, MountId};
-use super::{LeaseTable, Who, unix_now};
+use super::{LeaseTable, Who, describe};
 
 /// Upper bound on mounts that stand by for an image.
 const MAX_STANDBYS: usize = 16;
@@ -31,18 +31,21 @@ impl LeaseTable {
         self.standbys.contains_key(&(peer, mount)) || self.is_held_by(peer, mount)
     }
 
-    /// The mount that stands by at the site with key `to`, or at any.
+    /// The mount that stands by at the site with key `to`, or at any; with `mount`, that one.
     ///
     /// # Errors
     /// [`Code::OutOfOrder`]: there is none, or more than one.
-    pub fn standby(&self, to: Option<PeerKey>) -> Result<&Who, Refusal> {
+    pub fn standby(&self, to: Option<PeerKey>, mount: Option<MountId>) -> Result<&Who, Refusal> {
         let refuse = |text: String| Err(Refusal::new(Code::OutOfOrder, text));
-        let mut found = self
-            .standbys
-            .values()
-            .filter(|who| to.is_none_or(|to| who.peer.key == to));
+        let mut found = self.standbys.values().filter(|who| {
+            to.is_none_or(|to| who.peer.key == to) && mount.is_none_or(|mount| who.mount == mount)
+        });
         match (found.next(), found.next()) {
             (Some(who), None) => Ok(who),
+            (None, _) if mount.is_some() => refuse(format!(
+                "the mount of {} that is to get its write lease does not stand by: see `drover mounts` at its site",
+                self.image
+            )),
             (None, _) => refuse(format!(
                 "no mount stands by for {0}: begin one with `drover mount PEER:{0} PATH --standby` where it should go",
                 self.image
@@ -53,6 +56,23 @@ impl LeaseTable {
                 one.description(),
                 other.description()
             )),
+        }
+    }
+
+    /// The site that handed the lease over by which the holder has it; none if there is no holder, or it took the lease itself.
+    #[must_use]
+    pub fn handed_by(&self) -> Option<PeerKey> {
+        let holder = self.record.holder.as_ref()?;
+        let last = self.record.broken.last()?;
+        // Whoever takes it later has another time, or another description.
+        match &last.how {
+            Loss::HandedOver { at_unix, to, .. }
+                if *at_unix == holder.since_unix
+                    && *to == describe(&holder.peer_name, &holder.note) =>
+            {
+                Some(PeerKey(last.peer))
+            }
+            _ => None,
         }
     }
 
@@ -101,15 +121,16 @@ impl LeaseTable {
             let text = format!("{} does not stand by for {}", to.description(), self.image);
             return Err(Refusal::new(Code::OutOfOrder, text));
         }
+        let next = to.holder();
         let how = Loss::HandedOver {
             token,
-            at_unix: unix_now(),
+            at_unix: next.since_unix,
             to: to.description(),
         };
         record.lose(&holder, how);
         record.edition += 1;
         record.last_writer = Some((to.peer.key.0, to.mount));
-        record.holder = Some(to.holder());
+        record.holder = Some(next);
         record.last = record.holder.clone();
         self.keep(record)?;
         self.holder_link = 0;

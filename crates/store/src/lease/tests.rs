@@ -577,6 +577,34 @@ fn a_lease_is_not_handed_over_for_a_process_that_another_has_followed() {
 }
 
 #[test]
+fn it_is_known_who_handed_the_lease_to_its_holder() {
+    let place = Place::new();
+    let mut leases = place.leases();
+    let enter = |leases: &mut LeaseTable, who: &Who, access| {
+        leases.enter(who, access, at(0), &|_| false).unwrap();
+    };
+    enter(&mut leases, &who(1), Access::ReadWrite);
+    assert_eq!(leases.handed_by(), None, "it took it");
+    enter(&mut leases, &who(2), Access::Standby);
+    let (key, mount) = (who(1).peer.key, who(1).mount);
+    leases
+        .hand_over(key, mount, u64::MAX, [1; 16], &who(2))
+        .unwrap();
+    assert_eq!(leases.handed_by(), Some(key));
+    let mut leases = place.leases();
+    assert_eq!(leases.handed_by(), Some(key), "after a restart");
+    // It comes for the lease, and gives it up; another takes it.
+    enter(&mut leases, &who(2), Access::ReadWrite);
+    assert_eq!(leases.handed_by(), Some(key));
+    leases
+        .close(who(2).peer.key, who(2).mount, who(2).link)
+        .unwrap();
+    assert_eq!(leases.handed_by(), None);
+    enter(&mut leases, &who(3), Access::ReadWrite);
+    assert_eq!(leases.handed_by(), None);
+}
+
+#[test]
 fn what_a_crashed_process_left_is_removed_when_the_table_is_opened() {
     let place = Place::new();
     let mut leases = place.leases();

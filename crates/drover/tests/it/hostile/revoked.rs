@@ -142,6 +142,7 @@ fn without_the_right_to_write_a_mount_that_stands_by_gets_no_lease() {
             link: 1,
             token: [1; 16],
             to: None,
+            to_mount: None,
             commit,
         };
         assert_eq!(

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Two disks and a CD-ROM, whose nodes are on these.
-fn launch(sites: &Sites, disks: [Node; 2], ids: [&str; 2]) -> Launch {
+pub(super) fn launch(sites: &Sites, disks: [Node; 2], ids: [&str; 2]) -> Launch {
     let path = sites.world.path("cd.iso");
     if !path.exists() {
         fs::write(&path, [7; 4096]).unwrap();
@@ -29,7 +29,7 @@ fn launch(sites: &Sites, disks: [Node; 2], ids: [&str; 2]) -> Launch {
         .guest(&sites.guest, 10, 4)
 }
 
-fn stub(n: usize, size: u64) -> Node {
+pub(super) fn stub(n: usize, size: u64) -> Node {
     Node::Null {
         name: format!("file{n}"),
         size,

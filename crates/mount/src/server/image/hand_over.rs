@@ -25,6 +25,7 @@ impl Image {
             return Err(Refusal::new(Code::OutOfOrder, text));
         }
         let held = leases.is_held_by(peer, mount);
+        let from = leases.handed_by();
         // Before the point: what is as old as this state is as old as the point.
         let identity = Identity {
             digest: self.base.digest,
@@ -56,6 +57,7 @@ impl Image {
             has_writer,
             identity,
             generations: summary.map(|summary| summary.encode()),
+            from,
         })
     }
 
@@ -68,14 +70,14 @@ impl Image {
         peer: PeerKey,
         mount: MountId,
         token: HandOverToken,
-        to: Option<PeerKey>,
+        to: (Option<PeerKey>, Option<MountId>),
     ) -> Result<Option<Who>, Refusal> {
         let leases = self.leases_soon()?;
         if leases.was_handed_over(peer, mount, token) {
             return Ok(None);
         }
         self.lease_of(&leases, peer, mount)?;
-        Ok(Some(leases.standby(to)?.clone()))
+        Ok(Some(leases.standby(to.0, to.1)?.clone()))
     }
 
     /// Hands the lease over, durably.

@@ -287,6 +287,7 @@ impl World {
             generation: Generation(generation.0),
             disks: Vec::new(),
             memory_bytes: SIZES.iter().sum::<usize>() as u64,
+            mounted: Vec::new(),
         };
         self.connect(Kind::Talk, 0);
         self.send(Kind::Talk, Said::Open(offer));

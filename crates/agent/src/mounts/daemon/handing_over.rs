@@ -1,0 +1,78 @@
+//! The write lease of the mount is handed over.
+
+use std::sync::Arc;
+
+use drover_net::Refusal;
+use drover_net::service::{Exchange, Handler, Peer};
+
+use super::super::control::{HandTo, PrepareHandOver};
+use super::super::disk::Disk;
+use super::super::lease;
+use super::{Daemon, Requests};
+use crate::error::{Result, bail, failed, refusal_of};
+use crate::text::bytes;
+
+impl Handler<PrepareHandOver> for Requests {
+    async fn handle(
+        &self,
+        _: &Peer,
+        PrepareHandOver { to }: PrepareHandOver,
+        _: &mut Exchange<'_, PrepareHandOver>,
+    ) -> Result<u64, Refusal> {
+        let daemon = Arc::clone(&self.0);
+        let prepare = move || -> Result<u64> {
+            daemon.may_hand_over(to)?;
+            daemon.push_all(None)?;
+            Ok(daemon.disks.iter().map(Disk::dirty).sum())
+        };
+        let prepared = tokio::task::spawn_blocking(prepare).await;
+        prepared.map_err(failed)?.map_err(refusal_of)
+    }
+}
+
+impl Daemon {
+    /// Checks, before anything happens, that the write lease can be handed over; returns to whom, if that is to come.
+    pub(super) fn may_hand_over(&self, to: HandTo) -> Result<String> {
+        match self.disks.as_slice() {
+            [disk] => disk.hand_over(to, false),
+            _ => bail!(
+                "{} has several images: a lease is handed over alone",
+                self.place.name()
+            ),
+        }
+    }
+
+    /// Hands the write lease of its disk over, which is pushed.
+    pub(super) fn hand_over(&self, disk: &Disk, to: HandTo) -> Result<()> {
+        // A front end that was detached while in use may have written since the last push.
+        let held = disk.hold_writes();
+        if disk.dirty() > 0 && !disk.was_handed_over() {
+            bail!(
+                "{} written after the last push, while it was being handed over; nothing is lost: end what uses it, and hand it over again",
+                bytes(disk.dirty())
+            );
+        }
+        self.note_handing_over(true)?;
+        let handed = disk.hand_over(to, true);
+        let stays = handed.as_ref().is_err_and(|e| !lease::may_be_done(e));
+        if stays && let Err(e) = self.note_handing_over(false) {
+            // Then the site is asked once more.
+            tracing::warn!("{e:#}");
+        }
+        match held {
+            Some(held) if !stays => held.for_good(),
+            held => drop(held),
+        }
+        handed.map(drop)
+    }
+
+    pub(super) fn note_handing_over(&self, is_begun: bool) -> Result<()> {
+        let mut record = self.record.lock();
+        record.handing_over = is_begun;
+        self.place.write(&record)
+    }
+
+    pub(super) fn has_handed_over(&self) -> bool {
+        self.disks.iter().any(Disk::was_handed_over)
+    }
+}
