@@ -38,7 +38,7 @@ pub use movable::{Movable, track};
 pub use source::moving::{estimate_device, move_device};
 pub use source::{
     DiskGenerations, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions,
-    MoveReport, OnMove, Pause, PostCopy, Step, estimate, give_up, left_files, migrate,
+    MoveReport, OnMove, Pause, PostCopy, Step, estimate, give_up, left_files, left_mounts, migrate,
 };
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ use self::device::Device;
 use self::disks::Disks;
 use self::images::send_images;
 use self::leaving::{Leaving, check_same};
-pub use self::left_files::{FollowedFile, left_files};
+pub use self::left_files::{FollowedFile, left_files, left_mounts};
 pub use self::report::{
     DiskGenerations, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions, MoveReport, OnMove,
     Pause, PostCopy, Step,
@@ -171,6 +171,10 @@ async fn drive(
         rate: 0.0,
         _lock: lock,
     };
+    if !driver.was_committed {
+        // Of an earlier move.
+        driver.forget_rest();
+    }
     let end = driver.drive(actions).await;
     // What was handed over, and is not all there, can be read as it is.
     let recorded = machines.load(&driver.options.machine);

@@ -213,7 +213,7 @@ pub struct HandOverLease {
     pub commit: bool,
 }
 
-request!(HandOverLease: "mount.hand-over", Write, () => String);
+request!(HandOverLease: "mount.hand-over", Read, () => String);
 
 impl Open {
     /// Validates the values.

@@ -666,6 +666,9 @@ impl Daemon {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
+        if self.is_of_machine() {
+            return self.pause_by_signal();
+        }
         let lazy = StopHow {
             lazy: true,
             ..StopHow::default()

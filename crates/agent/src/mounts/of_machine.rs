@@ -12,7 +12,7 @@ use drover_migrate::protocol::{MountedDisk, heir};
 use drover_migrate::{Heir, Mounted, Pending};
 use drover_mount::client::Connector;
 use drover_net::service::Peer;
-use drover_net::{NetError, Refusal};
+use drover_net::{Code, NetError, Refusal};
 use drover_store::Peer as StoredPeer;
 use drover_store::machine::Token;
 
@@ -26,9 +26,10 @@ use super::target::{Listen, Prefetch, Target};
 use super::{
     ANSWER_LIMIT, HandTo, Process, StopHow, Written, begin, end, on_disk, start, status_of,
 };
-use crate::error::{Error, Result, bail, failed, refusal_of};
+use crate::error::{Error, Result, bail, failed, one_line, refusal_of};
 use crate::home::Home;
 use crate::site;
+use crate::text::bytes;
 
 /// How long the push before a machine is paused may take.
 const PUSH_LIMIT: Duration = Duration::from_secs(24 * 3600);
@@ -45,7 +46,7 @@ impl drover_migrate::Mounts for Leaving {
         })
     }
 
-    fn prepare<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<(), Refusal>> {
+    fn prepare<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<u64, Refusal>> {
         Box::pin(async move { prepare(&self.0, mounted, to).await.map_err(refusal_of) })
     }
 
@@ -67,18 +68,21 @@ fn find(home: &Home, data: &Data) -> Result<Option<Mounted>> {
     let Some(what) = what.to_str() else {
         return Ok(None);
     };
-    let is_it = |(place, record): &Written| {
-        // What is in the page cache of a block device is not flushed when that goes.
-        let is_plain = matches!(
-            record.front,
-            Front::Nbd { .. } | Front::File { device: false, .. }
-        );
-        let may_leave = !record.how.read_only && !record.how.standby && !record.unmounted;
-        may_leave && is_plain && record.is_meant_by(what) && place.is_kept()
-    };
-    let Some((place, record)) = Place::list(home)?.into_iter().find(is_it) else {
+    let is_it = |(_, record): &Written| record.is_meant_by(what);
+    // Of several at one path, only one has a process.
+    let found: Vec<_> = Place::list(home)?.into_iter().filter(is_it).collect();
+    let up = found.iter().find(|(place, _)| place.is_kept());
+    let Some((place, record)) = up.or(found.first()) else {
         return Ok(None);
     };
+    // What is in the page cache of a block device is not flushed when that goes.
+    let is_plain = matches!(
+        record.front,
+        Front::Nbd { .. } | Front::File { device: false, .. }
+    );
+    if record.how.read_only || !is_plain {
+        return Ok(None);
+    }
     let [
         Target {
             peer: Some(peer),
@@ -89,9 +93,17 @@ fn find(home: &Home, data: &Data) -> Result<Option<Mounted>> {
     else {
         return Ok(None);
     };
+    if record.how.standby || record.unmounted || !place.is_kept() {
+        let text = format!(
+            "the disk {} is not all here: {} waits for its write lease, or is not served; see `drover mounts`, or add --copy-mounts",
+            record.images[0],
+            place.name()
+        );
+        return Err(Error::coded(Code::Unavailable, text));
+    }
     Ok(Some(Mounted {
         mount: place.name(),
-        id: mount_id(&record, 0),
+        id: mount_id(record, 0),
         site: site::find_peer(&site::open_catalog(home)?, peer)?.key,
         site_name: peer.clone(),
         image: ImageName::new(image)?,
@@ -115,24 +127,28 @@ fn to(heir: Heir) -> HandTo {
     })
 }
 
-async fn named(home: &Home, name: &str) -> Result<Option<Written>> {
+/// The mount, if it is there: not another one at its place.
+async fn named(home: &Home, mounted: &Mounted) -> Result<Option<Written>> {
     let theirs = home.clone();
     let (listed, damaged) = on_disk(move || Place::list_all(&theirs)).await?;
-    if let Some((_, why)) = damaged.into_iter().find(|(place, _)| place.name() == name) {
+    let is_it = |(place, _): &(Place, _)| place.name() == mounted.mount;
+    if let Some((_, why)) = damaged.into_iter().find(is_it) {
         return Err(why);
     }
-    Ok(listed.into_iter().find(|(_, record)| record.name == name))
+    let is_it =
+        |(_, record): &Written| record.name == mounted.mount && mount_id(record, 0) == mounted.id;
+    Ok(listed.into_iter().find(is_it))
 }
 
 /// Checks that the lease of a mount can be handed over, and pushes what was written to it.
-async fn prepare(home: &Home, mounted: &Mounted, heir: Heir) -> Result<()> {
-    let Some((place, _)) = named(home, &mounted.mount).await? else {
+async fn prepare(home: &Home, mounted: &Mounted, heir: Heir) -> Result<u64> {
+    let Some((place, _)) = named(home, mounted).await? else {
         bail!("the mount of {mounted} has ended");
     };
     let prepare = PrepareHandOver { to: to(heir) };
     // As long as the push gets somewhere.
     let prepared = control::ask(&place.socket(), &prepare, PUSH_LIMIT, |()| {}).await;
-    prepared.map(drop).map_err(|e| match e {
+    prepared.map_err(|e| match e {
         Error::Net(NetError::Refused(refusal)) => Error::Refused(refusal),
         e => e.context(format!("{mounted}")),
     })
@@ -140,7 +156,7 @@ async fn prepare(home: &Home, mounted: &Mounted, heir: Heir) -> Result<()> {
 
 /// Hands the lease of a mount over to the one that stands by as the disk of the machine.
 async fn hand_over(home: &Home, mounted: &Mounted, heir: Heir) -> Result<()> {
-    let Some(written) = named(home, &mounted.mount).await? else {
+    let Some(written) = named(home, mounted).await? else {
         return was_handed_over(home, mounted, heir).await;
     };
     // The machine may not run here any more: nothing that it is in use by has a right to it.
@@ -149,11 +165,32 @@ async fn hand_over(home: &Home, mounted: &Mounted, heir: Heir) -> Result<()> {
         hand_over: Some(to(heir)),
         ..StopHow::default()
     };
-    let left = end(home, &written, how, Arc::new(|_, _| {})).await?;
+    let ended = end(home, &written, how, Arc::new(|_, _| {})).await;
+    let left = match ended {
+        Err(e) if e.code() == Some(Code::Lost) => return Err(lost(e, &written).await),
+        ended => ended?,
+    };
     for line in left.lines() {
         tracing::info!("{}: {line}", mounted.mount);
     }
     Ok(())
+}
+
+/// Adds to the loss of a lease what is lost with it.
+async fn lost(e: Error, (place, record): &Written) -> Error {
+    let status = status_of(place, record, ANSWER_LIMIT).await;
+    match status.disks.iter().map(|disk| disk.dirty).sum::<u64>() {
+        0 => e,
+        n => {
+            let text = format!(
+                "{}; {} that the machine has written are only in the cache of {} here: end the machine there before you export the image",
+                one_line(&e),
+                bytes(n),
+                place.name()
+            );
+            Error::Refused(Refusal::new(Code::Lost, text))
+        }
+    }
 }
 
 /// A mount is not there any more: whether that is because it was handed over, the site that has the image knows.
@@ -378,16 +415,18 @@ impl Coming<'_> {
     /// When one cannot be started; then the others are.
     pub async fn restart(&self) -> Result<()> {
         let mut done = Ok(());
-        for (place, record) in self.all().await? {
+        let all = self.all().await?;
+        for (place, record) in &all {
             if place.is_kept() || record.unmounted {
                 continue;
             }
             let (home, theirs) = (self.home.clone(), place.clone());
             let start = move || start::start(&home, &theirs, 0, |_, _| {});
             let started = tokio::task::spawn_blocking(start).await?;
-            let admitted = started.and_then(|_| self.admit(&[(place, record)]));
-            done = done.and(admitted);
+            done = done.and(started.map(drop));
         }
+        // Also what a person has exported in their place.
+        self.admit(&all)?;
         done
     }
 }

@@ -446,6 +446,7 @@ impl Waiting {
         driver: &Driver<'_>,
         machine: &Machine,
     ) -> Result<(), MigrateError> {
+        driver.prepare_leases().await?;
         let aim = self.aim.insert(Aim::new(driver.longest_pause()));
         give_pause(machine, aim).await
     }

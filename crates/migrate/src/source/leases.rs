@@ -9,11 +9,15 @@ use std::sync::Arc;
 use drover_net::Code;
 use tokio::task::JoinSet;
 
+use super::copy::FEW_DIRTY;
 use super::report::{Heir, Mounted, Mounts, MoveEvent, OnMove};
 use super::{Driver, pauses};
 use crate::error::MigrateError;
 use crate::hold::hold;
 use crate::protocol::heir;
+
+/// How often what was written to a mount is pushed before the switch.
+const MAX_PUSHES: u32 = 10;
 
 /// The hand-overs of a move, which need nothing of it any more.
 pub(super) struct Leases {
@@ -50,8 +54,8 @@ async fn hand_over(
 ) -> Option<String> {
     let mut backoff = pauses();
     while let Err(refusal) = known.hand_over(mounted, heir).await {
-        if refusal.code == Code::Lost {
-            // Revoked, or returned: nothing of this site can be pushed any more.
+        if matches!(refusal.code, Code::Lost | Code::NotFound | Code::Untrusted) {
+            // Revoked, returned, or gone with the image or the pairing: nothing of this site can be pushed any more.
             return Some(format!("{mounted}: {}", refusal.message));
         }
         on_event(MoveEvent::Reconnecting {
@@ -72,13 +76,21 @@ impl Driver<'_> {
         }
     }
 
-    /// Checks that the leases can be handed over, and pushes what was written to the mounts.
+    /// Checks that the leases can be handed over, and pushes what was written to the mounts until little is written meanwhile, or
+    /// it does not become less.
     pub(super) async fn prepare_leases(&self) -> Result<(), MigrateError> {
         let Some(known) = &self.options.mounts else {
             return Ok(());
         };
         for (disk, mounted) in self.disks.mounts.iter().enumerate() {
-            known.prepare(mounted, self.heir(disk)).await?;
+            let mut before = u64::MAX;
+            for _ in 0..MAX_PUSHES {
+                let left = known.prepare(mounted, self.heir(disk)).await?;
+                if left < FEW_DIRTY || left > before / 5 * 4 {
+                    break;
+                }
+                before = left;
+            }
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use drover_net::decode;
 use drover_store::machine::{Machines, Move};
 
 use super::left::{FORMAT, LeftDisk, LeftDisks};
+use super::report::Mounted;
 use crate::error::MigrateError;
 
 /// A file from which a disk of a machine that was handed over still follows.
@@ -25,6 +26,28 @@ pub struct FollowedFile {
 /// When what is recorded of a machine cannot be read.
 pub fn left_files(machines: &Machines) -> Result<Vec<FollowedFile>, MigrateError> {
     let mut files = Vec::new();
+    for (machine, left) in all_left(machines)? {
+        let of_disks = left.disks.iter().filter_map(LeftDisk::file);
+        files.extend(of_disks.map(|path| FollowedFile {
+            machine: machine.clone(),
+            path: path.to_owned(),
+        }));
+    }
+    Ok(files)
+}
+
+/// The mounts of this site whose write leases are still to be handed over with machines that have left. Blocks.
+///
+/// # Errors
+/// When what is recorded of a machine cannot be read.
+pub fn left_mounts(machines: &Machines) -> Result<Vec<Mounted>, MigrateError> {
+    let all = all_left(machines)?.into_iter();
+    Ok(all.flat_map(|(_, left)| left.mounts).collect())
+}
+
+/// What is left of machines that were handed over.
+fn all_left(machines: &Machines) -> Result<Vec<(ImageName, LeftDisks)>, MigrateError> {
+    let mut all = Vec::new();
     let failed = |what: &str, error: std::io::Error| {
         let what = what.to_owned();
         MigrateError::File { what, error }
@@ -44,17 +67,11 @@ pub fn left_files(machines: &Machines) -> Result<Vec<FollowedFile>, MigrateError
         let damaged = |e: &dyn std::fmt::Display| failed(std::io::Error::other(e.to_string()));
         let body = FORMAT.open(&bytes).map_err(|e| damaged(&e))?;
         let left: LeftDisks = decode(body).map_err(|e| damaged(&e))?;
-        let of_disks = left.disks.iter().filter_map(LeftDisk::file);
-        files.extend(
-            of_disks
-                .filter(|_| left.token == token)
-                .map(|path| FollowedFile {
-                    machine: machine.clone(),
-                    path: path.to_owned(),
-                }),
-        );
+        if left.token == token {
+            all.push((machine, left));
+        }
     }
-    Ok(files)
+    Ok(all)
 }
 
 #[cfg(test)]

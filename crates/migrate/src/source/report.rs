@@ -73,11 +73,12 @@ pub trait Mounts: Send + Sync {
     /// When that cannot be found out.
     fn find<'a>(&'a self, data: &'a Data) -> Pending<'a, Result<Option<Mounted>, Refusal>>;
 
-    /// Checks that the lease can be handed over, and pushes what was written to the mount, which goes on.
+    /// Checks that the lease can be handed over, and pushes what was written to the mount, which goes on. Bytes that were written
+    /// meanwhile.
     ///
     /// # Errors
     /// When it cannot be handed over.
-    fn prepare<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<(), Refusal>>;
+    fn prepare<'a>(&'a self, mounted: &'a Mounted, to: Heir) -> Pending<'a, Result<u64, Refusal>>;
 
     /// Pushes what was written to a mount, ends it, and hands its write lease over. Done again, it finds that out, also when the
     /// mount is not there any more.

@@ -53,7 +53,10 @@ impl Server {
         peer: Peer,
         ask: HandOverLease,
     ) -> Result<String, Refusal> {
-        self.may_write(&ask.image, &peer).await?;
+        if let Err(refusal) = self.may_write(&ask.image, &peer).await {
+            // With its right its lease has gone: it is told that, and nothing that it does not know.
+            return Err(self.lost_with_right(&ask, &peer).await.unwrap_or(refusal));
+        }
         let image = self.image(&ask.image).await?;
         let (key, token) = ((peer.key, ask.mount), ask.token);
         let (to_site, to_mount) = (ask.to, ask.to_mount);
@@ -76,6 +79,22 @@ impl Server {
             self.commit_hand_over(image, peer, &ask, heir).await?;
         }
         Ok(name)
+    }
+
+    /// The refusal for a mount that had the lease and has lost it.
+    async fn lost_with_right(
+        self: &Arc<Self>,
+        ask: &HandOverLease,
+        peer: &Peer,
+    ) -> Option<Refusal> {
+        let image = self.image(&ask.image).await.ok()?;
+        let (key, mount) = (peer.key, ask.mount);
+        let lost = blocking(move || Ok(image.has_lost(key, mount)));
+        let text = format!(
+            "your site may not write {} any more, and its lease has ended",
+            ask.image
+        );
+        lost.await.ok()?.then(|| Refusal::new(Code::Lost, text))
     }
 
     async fn commit_hand_over(

@@ -76,6 +76,14 @@ impl LeaseTable {
         }
     }
 
+    /// Whether a mount had the lease, and lost it.
+    #[must_use]
+    pub fn has_lost(&self, peer: PeerKey, mount: MountId) -> bool {
+        let mut broken = self.record.broken.iter();
+        broken.any(|broken| (broken.peer, broken.mount) == (peer.0, mount))
+            && !self.is_held_by(peer, mount)
+    }
+
     /// Whether this hand-over has taken place.
     #[must_use]
     pub fn was_handed_over(&self, peer: PeerKey, mount: MountId, token: HandOverToken) -> bool {

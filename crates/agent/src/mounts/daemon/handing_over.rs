@@ -8,8 +8,8 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::super::control::{HandTo, PrepareHandOver};
 use super::super::disk::Disk;
 use super::super::lease;
-use super::{Daemon, Requests};
-use crate::error::{Result, bail, failed, refusal_of};
+use super::{Daemon, Requests, SIGNAL_PUSH_LIMIT};
+use crate::error::{Result, bail, failed, one_line, refusal_of};
 use crate::text::bytes;
 
 impl Handler<PrepareHandOver> for Requests {
@@ -74,5 +74,30 @@ impl Daemon {
 
     pub(super) fn has_handed_over(&self) -> bool {
         self.disks.iter().any(Disk::was_handed_over)
+    }
+
+    /// Whether a machine that is elsewhere depends on this mount, or one that is here and that its site looks after.
+    pub(super) fn is_of_machine(&self) -> bool {
+        let (name, is_heir) = {
+            let record = self.record.lock();
+            (record.name.clone(), record.how.heir_of.is_some())
+        };
+        let left = drover_migrate::left_mounts(&self.home.machines());
+        is_heir || left.is_ok_and(|left| left.iter().any(|mounted| mounted.mount == name))
+    }
+
+    /// Ends on a signal as a crash would, but for a push: the lease stays, and whoever the mount is for goes on with it.
+    pub(super) fn pause_by_signal(&self) -> Result<()> {
+        if let Some(shown) = self.shown.lock().take() {
+            // A hypervisor connects again; an answer it would believe.
+            shown.cut();
+            if let Err(unended) = shown.end(true) {
+                tracing::warn!("{}", unended.1);
+            }
+        }
+        if let Err(e) = self.push_all(Some(SIGNAL_PUSH_LIMIT)) {
+            tracing::warn!("{}", one_line(&e));
+        }
+        Ok(())
     }
 }

@@ -10,6 +10,7 @@ use drover_migrate::protocol::{Kind, MountedDisk};
 use drover_net::Refusal;
 use drover_net::service::Peer;
 use drover_store::machine::Token;
+use tokio::task::JoinSet;
 
 use super::SiteMachines;
 use crate::error::{Error, one_line, refusal_of};
@@ -17,6 +18,9 @@ use crate::mounts::of_machine::Coming;
 
 /// How often it is looked whether the process of a mount has ended. QEMU waits for five minutes.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
+
+/// The same while one cannot be started.
+const LOOK_SELDOM: Duration = Duration::from_secs(60);
 
 impl SiteMachines {
     /// The mounts of a machine.
@@ -67,24 +71,35 @@ impl SiteMachines {
         }
         let site = Arc::downgrade(site);
         tokio::spawn(async move {
-            while let Some(site) = site.upgrade() {
-                for name in site.machines.names().unwrap_or_default() {
-                    site.restart_mounts(&name).await;
+            let mut pause = LOOK_EVERY;
+            while let Some(here) = site.upgrade() {
+                let mut all = JoinSet::new();
+                for name in here.machines.names().unwrap_or_default() {
+                    let here = Arc::clone(&here);
+                    all.spawn(async move { here.restart_mounts(&name).await });
                 }
-                drop(site);
-                tokio::time::sleep(LOOK_EVERY).await;
+                drop(here);
+                pause = match all.join_all().await.into_iter().all(|done| done) {
+                    true => LOOK_EVERY,
+                    // What a site refuses is not asked for all the time.
+                    false => (pause * 2).min(LOOK_SELDOM),
+                };
+                tokio::time::sleep(pause).await;
             }
         });
     }
 
-    async fn restart_mounts(&self, name: &ImageName) {
+    /// Whether those of a machine that is here are up.
+    async fn restart_mounts(&self, name: &ImageName) -> bool {
         let is_here = matches!(self.machines.load(name), Ok(Some(record)) if record.may_run());
         if !is_here || self.config(name).is_err() {
-            return;
+            return true;
         }
         let restarted = async { self.mounts(name).map_err(Error::Refused)?.restart().await };
         if let Err(e) = restarted.await {
             tracing::warn!(machine = %name, "{}", one_line(&e));
+            return false;
         }
+        true
     }
 }

@@ -184,12 +184,14 @@ async fn a_lease_that_was_not_handed_over_before_a_crash_is_by_the_same_command(
     );
     assert_eq!(hub.sites.state("near"), "away");
     // The process of the mount there dies; the site starts it again, and QEMU repeats nothing that it was told is written.
-    let killed = hub.process("far");
-    signal(killed, "KILL");
-    until("it is up again", || {
-        hub.mounts("far") == ["up"] && hub.process("far") != killed
-    });
-    hub.writes_on(&mut there).await;
+    for how in ["KILL", "TERM"] {
+        let killed = hub.process("far");
+        signal(killed, how);
+        until("it is up again", || {
+            hub.mounts("far") == ["up"] && hub.process("far") != killed
+        });
+        hub.writes_on(&mut there).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -208,8 +210,9 @@ async fn a_lease_is_handed_over_without_the_process_of_the_mount() {
     let mut other = other.stderr(Stdio::null()).spawn().unwrap();
     until("it stands by", || hub.mounts("far") == ["standby"]);
     hub.taken();
-    // With what the machine wrote last in its cache.
-    signal(hub.process("near"), "KILL");
+    // With what the machine wrote last in its cache. A signal pushes that, and returns nothing.
+    signal(hub.process("near"), "TERM");
+    until("it has ended", || hub.mounts("near") == ["dead"]);
     here.kill();
     Moving::begin(&hub.sites, "near", "far", &[]).done();
     goes_on(&here, &mut there).await;
@@ -219,42 +222,50 @@ async fn a_lease_is_handed_over_without_the_process_of_the_mount() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_a_person_gave_back_is_said_to_be_lost() {
-    let test = "a_lease_that_a_person_gave_back_is_said_to_be_lost";
-    let Some(hub) = Hub::new(test, &["near", "far"]) else {
-        return;
-    };
-    let mut here = hub.start().await;
-    let mut there = hub.sites.wait_for_it("far").await;
-    hub.taken();
-    here.kill();
-    let name = hub.socket();
-    hub.sites
-        .world
-        .run("near", &["unmount", name.to_str().unwrap()])
-        .ok();
-    let again = [
-        "migrate",
-        &hub.sites.hypervisor("near"),
-        "far",
-        "--copy-mounts",
-    ];
-    let said = hub
-        .sites
-        .world
-        .run("near", &again)
-        .fails(1, &["export the image"])
-        .err;
-    assert!(said.contains("had lost"), "{said}");
-    assert_eq!(hub.sites.state("near"), "away");
-    // As it says. QEMU holds the requests meanwhile.
-    let socket = hub.sites.world.path("far/machines/.web-0.mount");
-    let socket = socket.to_str().unwrap();
-    hub.sites.world.run("far", &["unmount", socket]).ok();
-    let listen = format!("unix:{socket}");
-    let export = ["export", "hub:disk.raw", "--nbd", &listen, "--background"];
-    hub.sites.world.run("far", &export).ok();
-    goes_on(&here, &mut there).await;
+async fn a_lease_that_cannot_be_handed_over_any_more_is_said_to_be_lost() {
+    let test = "a_lease_that_cannot_be_handed_over_any_more_is_said_to_be_lost";
+    for is_person in [true, false] {
+        let Some(hub) = Hub::new(test, &["near", "far"]) else {
+            return;
+        };
+        let mut here = hub.start().await;
+        let mut there = hub.sites.wait_for_it("far").await;
+        hub.taken();
+        here.kill();
+        let world = &hub.sites.world;
+        match is_person {
+            true => {
+                let socket = hub.socket();
+                world
+                    .run("near", &["unmount", socket.to_str().unwrap()])
+                    .ok();
+            }
+            // The first that paired with it.
+            false => {
+                let rights = ["peers", "set", "vm", "--can", "read"];
+                world.run("hub", &rights).ok();
+            }
+        }
+        let machine = hub.sites.hypervisor("near");
+        let again = ["migrate", &machine, "far", "--copy-mounts"];
+        let said = world
+            .run("near", &again)
+            .fails(1, &["export the image"])
+            .err;
+        assert!(said.contains("had lost"), "{said}");
+        assert_eq!(hub.sites.state("near"), "away");
+        // As it says. QEMU holds the requests meanwhile.
+        let socket = world.path("far/machines/.web-0.mount");
+        let socket = socket.to_str().unwrap();
+        world.run("far", &["unmount", socket]).ok();
+        let listen = format!("unix:{socket}");
+        let export = ["export", "hub:disk.raw", "--nbd", &listen, "--background"];
+        world.run("far", &export).ok();
+        if is_person {
+            goes_on(&here, &mut there).await;
+        }
+        there.kill();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

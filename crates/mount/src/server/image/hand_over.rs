@@ -61,6 +61,11 @@ impl Image {
         })
     }
 
+    /// Whether a mount had the lease, and lost it.
+    pub fn has_lost(&self, peer: PeerKey, mount: MountId) -> bool {
+        self.leases.lock().has_lost(peer, mount)
+    }
+
     /// The mount that gets the lease of this holder; none if it has got it by this hand-over.
     ///
     /// # Errors
