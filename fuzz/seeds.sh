@@ -90,13 +90,6 @@ seed qmp_messages disks '\377{"id": 1, "return": [{"device": "", "qdev": "/machi
 seed qmp_messages unix '\1nbd+unix:///e%%20x?socket=/run/s'
 seed qmp_messages json '\1json:{"driver": "raw", "file": {"driver": "nbd", "export": "e", "server": {"type": "inet", "host": "h", "port": "9"}}}'
 
-images=corpus/seeds/image_open
-mkdir -p "$images"
-if ! command -v qemu-img >/dev/null || ! command -v qemu-io >/dev/null; then
-    echo "seeds.sh: no qemu-img: image targets start without seeds"
-    exit 0
-fi
-
 # sectors FILE: the sectors that are not zero, each with its number, then the byte that marks this form.
 sectors() {
     perl -e 'local $/; open F, "<:raw", $ARGV[0]; $_ = <F>; binmode STDOUT;
@@ -106,6 +99,33 @@ sectors() {
         }
         print "\x02";' "$1"
 }
+
+# Small file systems with an operating system and a kernel.
+mke2fs=$(PATH=$PATH:/usr/sbin:/sbin command -v mke2fs || true)
+guests=corpus/seeds/guest_look
+if [ -n "$mke2fs" ] && [ ! -e "$guests/ext2" ]; then
+    mkdir -p "$guests"
+    dir=$(mktemp -d)
+    mkdir -p "$dir/tree/etc" "$dir/tree/boot/grub" "$dir/tree/var/lib/dpkg"
+    printf 'ID=debian\nVERSION_ID="12"\nPRETTY_NAME="Debian 12"\n' >"$dir/tree/etc/release"
+    ln -s release "$dir/tree/etc/os-release"
+    printf 'Package: a\nStatus: install ok installed\nVersion: 1\n\n' >"$dir/tree/var/lib/dpkg/status"
+    seq 1 3000 >"$dir/tree/boot/vmlinuz-6.1"
+    printf 'menuentry x {\n linux /boot/vmlinuz-6.1 ro\n initrd /boot/vmlinuz-6.1\n}\n' >"$dir/tree/boot/grub/grub.cfg"
+    for kind in ext2 ext3 ext4; do
+        "$mke2fs" -q -F -t $kind -b 1024 -N 32 -J size=1 -d "$dir/tree" "$dir/$kind" 2M 2>/dev/null ||
+            "$mke2fs" -q -F -t $kind -b 1024 -N 32 -d "$dir/tree" "$dir/$kind" 2M
+        sectors "$dir/$kind" >"$guests/$kind"
+    done
+    rm -rf "$dir"
+fi
+
+images=corpus/seeds/image_open
+mkdir -p "$images"
+if ! command -v qemu-img >/dev/null || ! command -v qemu-io >/dev/null; then
+    echo "seeds.sh: no qemu-img: image targets start without seeds"
+    exit 0
+fi
 
 # image NAME FORMAT OPTIONS: a small image with a little data, as it is and as sectors.
 image() {

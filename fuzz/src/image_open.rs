@@ -12,7 +12,7 @@ const SECTOR: usize = 512;
 
 /// A file made from an input in the way that its last byte says, so that tables and data may
 /// lie far apart without the input being large.
-enum Content {
+pub enum Content {
     /// The bytes, then zeros.
     Padded { bytes: Vec<u8>, len: u64 },
     /// Zeros with some sectors in them.
@@ -23,7 +23,8 @@ enum Content {
 }
 
 impl Content {
-    fn new(data: &[u8]) -> Option<Self> {
+    /// `None` without a byte.
+    pub fn new(data: &[u8]) -> Option<Self> {
         let (&mode, bytes) = data.split_last()?;
         if mode == 2 {
             // Each a number and its bytes.

@@ -9,6 +9,7 @@ mod chunk_log;
 mod control_messages;
 mod directory_device;
 mod generations;
+mod guest_look;
 mod image_map;
 mod image_open;
 mod index_bits;
@@ -44,6 +45,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("control_messages", control_messages::run),
     ("directory_device", directory_device::run),
     ("generations", generations::run),
+    ("guest_look", guest_look::run),
     ("image_map", image_map::run),
     ("image_open", image_open::run),
     ("index_bits", index_bits::run),

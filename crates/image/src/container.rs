@@ -104,12 +104,8 @@ impl Container {
         names
     }
 
-    /// Checks every table, and that the guest's data can be read.
-    pub(crate) fn check(
-        &mut self,
-        file_len: u64,
-        present: &[Range<u64>],
-    ) -> Result<(), ImageError> {
+    /// Checks that the guest's data can be read, as far as the header says.
+    pub(crate) fn check_size(&self) -> Result<(), ImageError> {
         if let Some(why) = &self.sealed {
             return Err(ImageError::Unconvertible(why.clone()));
         }
@@ -119,6 +115,16 @@ impl Container {
                 self.virtual_size()
             )));
         }
+        Ok(())
+    }
+
+    /// Checks every table, and that the guest's data can be read.
+    pub(crate) fn check(
+        &mut self,
+        file_len: u64,
+        present: &[Range<u64>],
+    ) -> Result<(), ImageError> {
+        self.check_size()?;
         // The notes of a layout concern sending the file itself.
         let notes = self.notes.len();
         self.layout(file_len, present)?;

@@ -2,7 +2,7 @@
 //!
 //! There are two views of an image. [`Layout`] is the order in which a *file*'s bytes are walked, so that guest data
 //! comes in guest order whatever the container; [`VirtualDisk`] is the disk that the *guest* sees, assembled from all
-//! files. [`open_for_sending`] combines them for a sender.
+//! files. [`open_for_sending`] combines them for a sender. [`guest`] looks inside such a disk.
 //!
 //! Parsers are total: sizes are checked before allocation, every loop is bounded by the file's size or a constant in
 //! [`limits`], arithmetic is checked, and tables are read a page at a time. What must not live here: unsafe code,
@@ -32,6 +32,7 @@ mod error;
 mod file;
 mod follow;
 mod format;
+pub mod guest;
 pub mod layout;
 pub mod limits;
 mod mapping;

@@ -44,7 +44,16 @@ impl VirtualDisk {
     /// # Errors
     /// When the file is damaged, or needs other files.
     pub fn from_content(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
-        single(content)
+        single(content, true)
+    }
+
+    /// As [`VirtualDisk::from_content`], for a short look: only the tables on the way to what is read are read, and
+    /// checked no further than that needs.
+    ///
+    /// # Errors
+    /// When its header is damaged, or it needs other files.
+    pub fn peek(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
+        single(content, false)
     }
 }
 
@@ -82,11 +91,14 @@ fn chain(path: &Path, follow: Follow<'_>) -> Result<VirtualDisk, ImageError> {
     Ok(disk)
 }
 
-fn single(content: Arc<dyn ReadAt>) -> Result<VirtualDisk, ImageError> {
+fn single(content: Arc<dyn ReadAt>, whole_tables: bool) -> Result<VirtualDisk, ImageError> {
     let len = content.len();
     let whole = 0..len;
     let mut container = Container::open(&content)?;
-    container.check(len, std::slice::from_ref(&whole))?;
+    container.check_size()?;
+    if whole_tables {
+        container.check(len, std::slice::from_ref(&whole))?;
+    }
     let format = container.format;
     if let Some(backing) = container.backing {
         return Err(ImageError::OutsideDirectory { name: backing.name });

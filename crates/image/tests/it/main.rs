@@ -2,6 +2,7 @@
 
 mod attached;
 mod check;
+mod guest;
 mod hostile;
 mod layouts;
 mod others;
