@@ -227,6 +227,14 @@ impl Moving {
         done
     }
 
+    /// Waits for its end; whether it was at this step since.
+    fn was_at(&mut self, step: &str) -> bool {
+        let lines = self.lines.by_ref().map(|line| line.unwrap());
+        let events = lines.map(|line| serde_json::from_str::<Value>(&line).unwrap());
+        // All of them are read: it waits for who reads them.
+        events.filter(|event| event["step"] == step).count() > 0
+    }
+
     /// Waits for its failure: the machine stays. What it says of that.
     fn fails(self) -> String {
         let output = self.process.wait_with_output().unwrap();
@@ -376,6 +384,7 @@ async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behi
         let last = here.wait_said("beat", 20).await;
         let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
         moving.until("step", step);
+        let mut is_read = step == "memory";
         if killed {
             moving.kill();
             let left = sites.world.run("near", &["migrate", "--list"]).ok();
@@ -383,6 +392,8 @@ async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behi
             sites.world.run("near", &["migrate", "--abort", "web"]).ok();
         } else {
             sites.world.run("near", &["migrate", "--abort", "web"]).ok();
+            // It goes on until it is told.
+            is_read |= moving.was_at("memory");
             assert_eq!(wait(&mut moving.process), Some(1));
         }
         assert_eq!(left_in(&mut here).await, (0, 0), "{step}");
@@ -390,8 +401,8 @@ async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behi
         assert!(here.verify().await >= last + 20);
         let listed = sites.world.run("near", &["migrate", "--list"]).ok();
         assert!(listed.out.contains("here"), "{}", listed.out);
-        if step == "memory" {
-            // It had begun to read the memory of that one.
+        if is_read {
+            // It had begun to read the memory of that one. Any other waits for the next.
             there.kill();
             there = sites.wait_for_it("far").await;
         }

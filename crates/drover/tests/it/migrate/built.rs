@@ -367,12 +367,14 @@ async fn what_is_not_built_stays() {
     }
     // A shell that reads what QEMU would type is not this user's to give.
     let start = format!(
-        "{} --home {} migrate --start web",
+        // As a shell that reads commands, which makes each the leader of its group.
+        "exec {} --home {} migrate --start web",
         env!("CARGO_BIN_EXE_drover"),
         sites.world.path("far").display()
     );
     let typed = std::process::Command::new("script")
         .args(["-qec", &start, "/dev/null"])
+        .env("SHELL", "/bin/sh")
         .stdin(std::process::Stdio::null())
         .output()
         .unwrap();
