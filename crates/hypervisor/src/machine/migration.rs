@@ -326,3 +326,33 @@ impl Machine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixStream;
+
+    use super::*;
+    use crate::qmp::Qmp;
+
+    #[tokio::test]
+    async fn a_qemu_that_is_too_old_is_refused() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let greeting = r#"{"QMP": {"version": {"qemu": {"micro": 3, "minor": 0, "major": 6}, "package": ""}, "capabilities": []}}"#;
+        let says = async {
+            let mut there = BufReader::new(there);
+            there.write_all(greeting.as_bytes()).await.unwrap();
+            let mut asked = String::new();
+            there.read_line(&mut asked).await.unwrap();
+            let asked: Value = serde_json::from_str(&asked).unwrap();
+            let answer = json!({"return": {}, "id": asked["id"]}).to_string();
+            there.write_all(answer.as_bytes()).await.unwrap();
+            there
+        };
+        let (qmp, _there) = tokio::join!(Qmp::over(here, "web.qmp"), says);
+        let refused = Machine::new(qmp.unwrap()).check_migratable().await;
+        let said = refused.unwrap_err().to_string();
+        assert!(said.contains("has version 6.0.3"), "{said}");
+        assert!(said.contains("move it while it is off"), "{said}");
+    }
+}
