@@ -6,6 +6,7 @@ mod describe;
 mod device;
 pub(crate) mod disks;
 mod domain;
+mod expected;
 mod follow_domain;
 mod forward;
 mod images;
@@ -35,12 +36,13 @@ use tokio::sync::{Notify, watch};
 
 use self::device::Device;
 use self::disks::Disks;
+use self::expected::{Estimated, round_trip};
 use self::images::send_images;
 use self::leaving::{Leaving, check_same};
 pub use self::left_files::{FollowedFile, left_files, left_mounts};
 pub use self::report::{
-    DiskGenerations, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions, MoveReport, OnMove,
-    Pause, PostCopy, Step,
+    DiskGenerations, Expected, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions, MoveReport,
+    OnMove, Pause, PostCopy, Step,
 };
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
@@ -283,13 +285,14 @@ pub async fn estimate(
         Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await?,
         Hypervisor::Libvirt(_) => false,
     };
-    let report = MoveReport {
+    let mut report = MoveReport {
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
         built,
         handed_over: disks.handed_over(),
         ..MoveReport::default()
     };
+    let (of_images, on_event) = Estimated::of(on_event);
     let estimated = async {
         let items = match hypervisor {
             Hypervisor::Qemu(_) => held(&mut disks, hypervisor, &options).await?,
@@ -302,7 +305,12 @@ pub async fn estimate(
     if let Hypervisor::Qemu(machine) = hypervisor {
         disks.clear(machine, &options.work).await;
     }
-    estimated.map(|_| report)
+    estimated?;
+    if let Hypervisor::Qemu(_) = hypervisor {
+        let round_trip = round_trip(&options).await?;
+        report.expected = Some(of_images.expected(report.memory_bytes, round_trip, &options));
+    }
+    Ok(report)
 }
 
 /// The disks of a machine that can move.

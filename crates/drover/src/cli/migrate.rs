@@ -100,7 +100,9 @@ pub struct MigrateArgs {
     /// marked. Needs qemu-img.
     #[arg(long, conflicts_with = "keep_source")]
     pub mark_files: bool,
-    /// Check whether the machine can move, and estimate the bytes to transfer
+    /// Check whether the machine can move, and estimate the bytes to transfer, the pause, and with --limit the time
+    ///
+    /// What the machine writes meanwhile comes on top. All of its memory counts, though zeros do not cross.
     #[arg(long)]
     pub dry_run: bool,
     /// Print a script that starts the QEMU which waits for this machine: review it, and install it at the peer

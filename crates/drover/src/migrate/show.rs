@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use drover_agent::text::{bytes, clean};
-use drover_migrate::{MoveEvent, MoveReport, Step};
+use drover_migrate::{Expected, MoveEvent, MoveReport, Step};
 use drover_teleport::progress::{Counters, WireTotals};
 use serde_json::{Value, json};
 
@@ -135,7 +135,7 @@ impl Show {
         }
         if self.dry_run {
             return out::line(&format!(
-                "{}: can move; {} of memory besides its disks; {}{}",
+                "{}: can move; {} of memory besides its disks; {}{}{}",
                 self.machine,
                 bytes(report.memory_bytes),
                 match report.handed_over.as_slice() {
@@ -145,7 +145,8 @@ impl Show {
                 match report.built {
                     true => format!("{} builds a QEMU for it", clean(&self.peer)),
                     false => format!("{} has its own QEMU for it", clean(&self.peer)),
-                }
+                },
+                report.expected.as_ref().map(expected).unwrap_or_default()
             ));
         }
         let pause = &report.pause;
@@ -209,4 +210,16 @@ impl Show {
     fn print(&self, line: Value, text: impl FnOnce() -> String) {
         self.images.print(line, text);
     }
+}
+
+/// What a dry run expects, for a person.
+fn expected(of: &Expected) -> String {
+    let whole = match of.seconds {
+        Some(seconds) => format!("; at most {seconds:.0} s at this limit"),
+        None => String::new(),
+    };
+    format!(
+        "; a pause of about {} ms (round trip: {:.0} ms){whole}",
+        of.pause_ms, of.round_trip_ms
+    )
 }

@@ -469,7 +469,20 @@ async fn what_cannot_move_is_said() {
         .run("near", &["migrate", &near, "far", "--dry-run", "--json"])
         .ok()
         .json();
-    assert_eq!(dry.last().unwrap()["dry_run"], true);
+    let done = dry.last().unwrap();
+    assert_eq!(done["dry_run"], true);
+    let expected = &done["expected"];
+    assert!(expected["image_wire_bytes"].as_u64() > Some(0), "{done}");
+    // 30 ms that are aimed at, 20 for the switch.
+    assert!(expected["pause_ms"].as_u64() >= Some(50), "{done}");
+    assert_eq!(expected["seconds"], Value::Null);
+    let limited = ["migrate", &near, "far", "--dry-run", "--limit", "1M"];
+    let said = world.run("near", &limited).ok().out;
+    // 96 MiB of memory.
+    let (_, seconds) = said.split_once("at most ").unwrap();
+    let seconds = seconds.split(' ').next().unwrap().parse::<u64>().unwrap();
+    assert!((96..150).contains(&seconds), "{said}");
+    assert!(said.contains("a pause of about "), "{said}");
     world
         .run("far", &["peers", "set", "near", "--can", "send"])
         .ok();

@@ -9,7 +9,10 @@
 use std::time::Duration;
 
 /// The pause that is aimed at first.
-const FIRST: Duration = Duration::from_millis(30);
+pub(super) const FIRST: Duration = Duration::from_millis(30);
+
+/// The longest that is aimed at where none is given.
+pub(super) const DEFAULT_PAUSE: Duration = Duration::from_millis(300);
 
 /// Passes over the memory after which a pause was too short.
 const PASSES: u64 = 2;

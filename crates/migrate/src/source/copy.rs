@@ -13,7 +13,7 @@ use drover_teleport::Pace;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
-use super::aim::{Aim, Seen};
+use super::aim::{Aim, DEFAULT_PAUSE, Seen};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
@@ -42,9 +42,6 @@ const MANY_ROUNDS: u32 = 20;
 
 /// Interval of looking whether what was delivered is proved.
 const PROOF_POLL: Duration = Duration::from_millis(5);
-
-/// The longest pause that is aimed at where none is given.
-const DEFAULT_PAUSE: Duration = Duration::from_millis(300);
 
 /// The pause that is given to QEMU as long as the disks are not ready: it is never that short.
 const NOT_YET: u64 = 0;

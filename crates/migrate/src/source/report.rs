@@ -183,6 +183,19 @@ pub struct Pause {
     pub total_ms: u64,
 }
 
+/// What a dry run expects of a move. What the machine writes meanwhile comes on top.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Expected {
+    /// Bytes on the wire for the images of its disks, from sampled compression.
+    pub image_wire_bytes: u64,
+    /// How long the other site takes to answer, in milliseconds.
+    pub round_trip_ms: f64,
+    /// The pause of a machine that does not write faster than the link carries, in milliseconds.
+    pub pause_ms: u64,
+    /// At most so long, with all of its memory, if the rate is limited.
+    pub seconds: Option<f64>,
+}
+
 /// What a move took.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct MoveReport {
@@ -219,6 +232,9 @@ pub struct MoveReport {
     /// Whether the other site builds the hypervisor for it.
     #[serde(default)]
     pub built: bool,
+    /// What a dry run expects of a machine of QEMU's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<Expected>,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
     /// The same, with the disks that they are.
