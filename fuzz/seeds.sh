@@ -35,6 +35,8 @@ asked="\\3web$(zeros 16)\\1"
 seed replica_calls round "\\1\\0\\31\\0$asked\\2\\0\\0\\0\\1\\126\\0\\3web\\1$(zeros 16)\\2$(zeros 64)\\0\\30\\0$asked\\1\\0\\0\\3\\0\\0"
 # Seven slots from 5 on are pending from image 2, and three of them no more.
 seed pending_journal two "\\1\\0\\0\\0\\7\\0\\0\\0\\5$(zeros 7)\\2$(zeros 7)\\12$(zeros 31)\\2\\0\\0\\0\\3\\0\\0\\0\\6$(zeros 47)"
+# A disk of ten blocks; two boots read its second and third.
+seed profile two "$(zeros 32)\\200\\300\\2\\2\\2\\2\\2\\2\\1abcdefghijklABCDEFGHIJKL"
 seed need_decode need '\2\5\3\11\1'
 seed literal_decode text '\0drover drover drover drover'
 seed literal_decode lz4 '\1\25\0\0\1\1\0\1\37\0\1\0\377\377\377\377\377\377\377\377\377\377\377\377\377'

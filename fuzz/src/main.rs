@@ -26,6 +26,7 @@ mod net_frames;
 mod overlay_files;
 mod pending_journal;
 mod plan_decode;
+mod profile;
 mod program_frames;
 mod qmp_messages;
 mod replica_calls;
@@ -62,6 +63,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("overlay_files", overlay_files::run),
     ("pending_journal", pending_journal::run),
     ("plan_decode", plan_decode::run),
+    ("profile", profile::run),
     ("program_frames", program_frames::run),
     ("qmp_messages", qmp_messages::run),
     ("replica_calls", replica_calls::run),

@@ -7,6 +7,7 @@ mod gated;
 mod holding;
 mod journaled;
 mod lockable;
+mod profiled;
 mod tracked;
 
 pub use arriving::{ArrivalHandle, Arriving, MAX_ARRIVING};
@@ -16,6 +17,7 @@ pub use gated::{Entry, Gate, Gated, Operation, Request};
 pub use holding::{Held, HoldHandle, Holding};
 pub use journaled::Journaled;
 pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
+pub use profiled::{FirstRead, MAX_FIRST_READS, ProfileGate, ProfileHandle, Profiled, Recording};
 pub use tracked::{Dirty, TrackHandle, Tracked};
 
 /// The maximum timeout of a stage: every wait ends, and a deadline never overflows.

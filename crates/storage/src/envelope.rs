@@ -39,10 +39,16 @@ impl Envelope {
     /// # Errors
     /// Errors of the system.
     pub fn write(&self, path: &Path, body: &[u8]) -> io::Result<()> {
+        atomic_replace(path, &self.seal(body))
+    }
+
+    /// The bytes of a file with that body.
+    #[must_use]
+    pub fn seal(&self, body: &[u8]) -> Vec<u8> {
         let mut bytes = [&self.magic, &self.version.to_le_bytes()[..], body].concat();
         let hash = blake3::hash(&bytes);
         bytes.extend_from_slice(hash.as_bytes());
-        atomic_replace(path, &bytes)
+        bytes
     }
 
     /// Reads a file, up to slightly more than the limit; none if it does not exist.

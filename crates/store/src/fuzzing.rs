@@ -34,3 +34,28 @@ pub fn block_map(layout: &Layout, bytes: &[u8]) {
 pub fn pending_journal(bytes: &[u8]) {
     crate::sequences::replay_for_fuzzing(bytes);
 }
+
+/// Parses a profile without its checksum; what is accepted must round-trip, and be usable.
+pub fn profile(bytes: &[u8]) {
+    use crate::profile::{Profile, Search, parse};
+    if let Ok(profile) = parse(bytes) {
+        let again = Profile::decode(&profile.encode());
+        assert!(again.is_ok_and(|again| again == profile));
+        let half = profile.disk_bytes() / 2;
+        assert!(
+            profile
+                .order(half)
+                .iter()
+                .all(|r| r.start < r.end && r.end <= half)
+        );
+        let mut search = Search::new(&profile);
+        for entry in profile.entries().iter().take(64) {
+            search.see(entry.block / 2, &entry.digest);
+        }
+        let found = search.finish(half);
+        assert!(found.entries().len() <= profile.entries().len());
+        let mut merged = profile.clone();
+        merged.merge(&found);
+        assert!(Profile::decode(&merged.encode()).is_ok_and(|again| again == merged));
+    }
+}

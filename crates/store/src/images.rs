@@ -14,6 +14,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::StoreError;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::imagemap::ImageMap;
+use crate::profile::Profiles;
 
 /// Memory budget for the maps of open images.
 const MAP_BUDGET_BYTES: usize = 48 << 20;
@@ -31,6 +32,7 @@ pub struct OpenImage {
 pub struct Images {
     catalog: Arc<dyn Catalog>,
     maps_dir: PathBuf,
+    profiles: Profiles,
     records: RwLock<HashMap<ImageId, ImageRecord>>,
     /// Most recently used last.
     open: Mutex<Vec<(ImageId, Arc<OpenImage>)>>,
@@ -55,6 +57,7 @@ impl Images {
         let records = listed.into_iter().map(|r| (r.id, r)).collect();
         let images = Images {
             catalog,
+            profiles: Profiles::beside(&maps_dir),
             maps_dir,
             records: RwLock::new(records),
             open: Mutex::default(),
@@ -88,6 +91,8 @@ impl Images {
                 }
             }
         }
+        self.profiles
+            .remove_orphans(|id| self.knows(id) || awaited.contains(&id));
         Ok(())
     }
 
@@ -114,6 +119,12 @@ impl Images {
     #[must_use]
     pub fn map_path(&self, id: ImageId) -> PathBuf {
         self.maps_dir.join(format!("{}.map", id.0))
+    }
+
+    /// The profiles of the images.
+    #[must_use]
+    pub fn profiles(&self) -> &Profiles {
+        &self.profiles
     }
 
     /// Whether an image with this ID exists.
@@ -181,6 +192,7 @@ impl Images {
         let old = self.catalog.put(record)?;
         let old = old.filter(|o| o.id != record.id);
         if let Some(old) = &old {
+            self.profiles.hand_down(old.id, record.id);
             self.drop_record(old);
         }
         self.records.write().insert(record.id, record.clone());
@@ -204,5 +216,6 @@ impl Images {
         self.open.lock().retain(|(i, _)| *i != old.id);
         self.lost.lock().remove(&old.id);
         let _ = std::fs::remove_file(self.map_path(old.id));
+        let _ = self.profiles.remove(old.id);
     }
 }

@@ -7,7 +7,7 @@
 //!   images.
 //! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`machine`]: which site may run a machine; [`generations`]: when
 //!   each chunk of a disk was last written; [`changes`]: what mounts wrote
-//!   over images; [`space`]: disk usage.
+//!   over images; [`profile`]: what a machine reads of an image first; [`space`]: disk usage.
 //!
 //! What must not live here: how an image gets from one site to another (`teleport`), how a device is served (`mount`),
 //! and anything about a command line.
@@ -41,6 +41,7 @@ pub mod lease;
 pub mod machine;
 pub mod naming;
 pub mod peer_name;
+pub mod profile;
 pub mod replica;
 pub mod sequences;
 pub mod space;

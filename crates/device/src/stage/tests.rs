@@ -86,6 +86,16 @@ fn rows() -> Vec<Row> {
             cost: inner,
         },
         Row {
+            name: "profiled",
+            make: |probe| {
+                let (stage, handle) = Profiled::new(probe);
+                assert!(handle.start());
+                Box::new(stage)
+            },
+            capabilities: same,
+            cost: inner,
+        },
+        Row {
             name: "delay",
             make: |probe| Box::new(Delay::new(probe, Duration::ZERO, Duration::ZERO)),
             capabilities: same,
