@@ -5,11 +5,12 @@ use std::fmt;
 
 use drover_core::{DeviceError, ImageName, NameError};
 use drover_device::builder::BuildError;
-use drover_device::synced::{OrderError, SyncedError};
+use drover_device::synced::SyncedError;
 use drover_frontend::{fuse, kernel_nbd, loopdev, nbd};
 use drover_image::ImageError;
 use drover_mount::MountError;
 use drover_net::{Code, NetError, Refusal};
+use drover_store::profile::ProfileError;
 use drover_store::{CatalogError, StoreError};
 use drover_teleport::TeleportError;
 
@@ -95,9 +96,9 @@ pub enum Error {
     /// Building the device stack of a disk.
     #[error("{0}")]
     Stack(#[from] BuildError),
-    /// An invalid prefetch order.
+    /// A profile of an image.
     #[error("{0}")]
-    Order(#[from] OrderError),
+    Profile(#[from] ProfileError),
     /// An image.
     #[error("{0}")]
     Image(#[from] ImageError),
@@ -178,7 +179,7 @@ impl Error {
     }
 
     /// The error of a request about an image, here or at a peer, which may not have it.
-    pub(crate) fn about_image(self, peer: Option<&str>, name: &ImageName) -> Error {
+    pub fn about_image(self, peer: Option<&str>, name: &ImageName) -> Error {
         match self.code() {
             Some(Code::NotFound) => Error::no_image(peer, name),
             _ => self,

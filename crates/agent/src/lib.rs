@@ -6,6 +6,7 @@
 //! - [`domains`]: the parts of a site that do not see each other.
 //! - [`machines`]: machines that migrate to this site or from it.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
+//! - [`profiles`]: what machines read first of this site's images.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
 //!
 //! ```
@@ -38,6 +39,7 @@ pub mod mounts;
 mod notice;
 pub mod own;
 pub mod pairing;
+pub mod profiles;
 pub mod qemu;
 mod quota;
 pub mod remote;

@@ -11,6 +11,7 @@
 //!   `leftovers`: cleanup of the system after a dead daemon.
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
+//! - `profiling`: recording what is read first, and prefetching by it.
 //! - `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
 
 mod connector;
@@ -30,6 +31,7 @@ mod leftovers;
 mod local;
 mod moving;
 pub mod of_machine;
+mod profiling;
 mod record;
 mod replicating;
 mod site_images;
@@ -57,10 +59,11 @@ pub use leases::{
 pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};
 pub use moving::{MoveDisk, MoveStep, Moving, abort_move, move_disk};
+pub use profiling::{Profiled, read as read_profile, start_profile, stop_profile};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use replicating::{ReplicateDisk, Replicating, RoundDone, replicate_disk};
-pub(crate) use site_images::was_changed;
 pub use site_images::{OwnConnector, limited_server, own, site_server};
+pub(crate) use site_images::{open_disk, was_changed};
 pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
 

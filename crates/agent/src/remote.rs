@@ -80,6 +80,11 @@ impl Call {
         }
     }
 
+    /// The connection, for a call with progress of its own.
+    pub fn into_connection(self) -> Connection {
+        self.connection
+    }
+
     /// Sends a request and waits for the reply; `progress` receives progress messages.
     ///
     /// # Errors

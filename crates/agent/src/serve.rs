@@ -38,6 +38,7 @@ mod moves;
 mod owners;
 mod ownership;
 mod pairing;
+mod profiles;
 mod recovery;
 mod replicas;
 mod server;

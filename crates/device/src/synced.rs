@@ -42,7 +42,7 @@ pub use cache::{CacheContents, drop_chunks};
 pub use error::SyncedError;
 pub use handles::{NoWrites, Progress, PullHandle, PushHandle, Pushing};
 pub use options::{Hooks, Sync, SyncedOptions};
-pub use order::{Order, OrderError};
+pub use order::Order;
 pub use state::MAX_CHUNKS;
 
 use cache::Cache;
@@ -149,7 +149,6 @@ impl Synced {
             high_water: options.high_water,
             give_up_after: options.give_up_after.min(MAX_TIMEOUT),
             hooks: options.hooks,
-            recorder: options.record_order.then(|| order::Recorder::new(geometry)),
             unverified: AtomicU64::new(unverified),
             closed: AtomicBool::new(false),
             writes_refused: AtomicBool::new(false),

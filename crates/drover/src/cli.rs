@@ -19,6 +19,7 @@ mod migrate;
 mod mounts;
 mod moves;
 mod peers;
+mod profile;
 mod replicate;
 mod space;
 mod transfers;
@@ -35,6 +36,7 @@ pub use mounts::{
 };
 pub use moves::MoveArgs;
 pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
+pub use profile::{ProfileAction, ProfileArgs};
 pub use replicate::{FailoverArgs, ReplicateArgs, Replicated};
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
@@ -111,6 +113,7 @@ pub enum Command {
     Unmount(UnmountArgs),
     Mounts(MountsArgs),
     Changes(ChangesArgs),
+    Profile(ProfileArgs),
     Space(SpaceArgs),
     Images(ImagesArgs),
     Transfers(TransfersArgs),

@@ -16,6 +16,7 @@ mod mounts;
 mod moves;
 mod out;
 mod peers;
+mod profile;
 mod prompt;
 mod replicate;
 mod send;
@@ -32,7 +33,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
-use cli::{ChangesAction, Cli, Command, DomainArg, ImageAt, TicketArgs};
+use cli::{ChangesAction, Cli, Command, DomainArg, ImageAt, ProfileAction, TicketArgs};
 use drover_agent::error::{Kind, kind_of};
 use drover_agent::home::Home;
 
@@ -137,6 +138,17 @@ fn run(cli: Cli) -> Result<()> {
         Command::Guard { identifier } => Ok(drover_agent::mounts::guard(&identifier)?),
         Command::MountDaemon { name } => {
             wait(drover_agent::mounts::run_daemon(&existing()?, &name))
+        }
+        Command::Profile(mut args) => {
+            let home = match (&mut args.image, &mut args.action) {
+                (Some(image), _) | (_, Some(ProfileAction::Export { image, .. })) => {
+                    with(image, &args.of)?
+                }
+                // Mounts are those of the site.
+                (_, Some(ProfileAction::Record { .. } | ProfileAction::Stop { .. })) => existing()?,
+                _ => of(&args.of)?,
+            };
+            wait(profile::profile(&home, args))
         }
         Command::Space(args) => space::space(&of(&args.of)?, &args),
         Command::Changes(mut args) => {

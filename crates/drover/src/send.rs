@@ -3,16 +3,22 @@
 mod items;
 mod show;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use drover_agent::error::one_line;
 use drover_agent::home::Home;
 use drover_agent::mounts::refuse_written;
+use drover_agent::profiles;
 use drover_agent::signals::Stop;
 use drover_agent::site;
 use drover_agent::site::find_peer;
+use drover_agent::text::{bytes, count};
+use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_net::RateLimit;
+use drover_store::Peer;
 use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 
@@ -46,6 +52,11 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         .limit
         .or(home.config.limit)
         .map(|rate| Arc::new(RateLimit::new(rate)));
+    let peer_now = peer.clone();
+    let delivered = sent.items.iter();
+    let delivered: Vec<_> = delivered
+        .map(|item| (item.path.clone(), item.name.clone()))
+        .collect();
     let options = SendOptions {
         identity: home.identity()?,
         peer: peer.key,
@@ -84,10 +95,32 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         }
     };
     match sent {
-        Ok(reports) => show.done(&reports),
+        Ok(reports) => {
+            if !args.dry_run {
+                send_profiles(home, &peer_now, &delivered, &show).await;
+            }
+            show.done(&reports)
+        }
         Err(e) => {
             show.failed();
             Err(failure::of_sending(e, &peer_name))
         }
+    }
+}
+
+/// Gives the peer the profiles of the images, of those that have one. Without them the images are as good.
+async fn send_profiles(home: &Home, peer: &Peer, sent: &[(PathBuf, ImageName)], show: &Show) {
+    for (path, name) in sent {
+        let text = match profiles::send_along(home, peer, path, name).await {
+            Ok(None) => continue,
+            Ok(Some(put)) => format!(
+                "its profile was sent along: {}, {}",
+                bytes(put.blocks * BLOCK_SIZE_U64),
+                count(put.boots.into(), "boot")
+            ),
+            Err(e) => format!("its profile was not sent along: {}", one_line(&e)),
+        };
+        let path = path.clone();
+        show.event(SendEvent::Note { path, text });
     }
 }

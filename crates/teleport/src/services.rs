@@ -96,6 +96,41 @@ pub struct ShareImage {
 }
 request!(ShareImage: "image.share", List, () => ());
 
+/// Gives a site the profile of an image that it has, in pieces of at most [`MAX_PIECE`] bytes, which the caller sends as
+/// progress. The caller must be one that may change the image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PutProfile {
+    /// Name of the image.
+    pub name: ImageName,
+    /// Bytes of the profile's file.
+    pub bytes: u32,
+    /// Whether it is a boot of that image, to be added to its profile. Else it is the profile of the same image elsewhere.
+    pub is_boot: bool,
+}
+request!(PutProfile: "profile.put", List, Vec<u8> => PutProfileReply);
+
+/// What became of a profile that was given to a site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PutProfileReply {
+    /// Blocks of it that the image has.
+    pub blocks: u64,
+    /// Blocks that it has not, or with another content.
+    pub pruned: u64,
+    /// Boots that the image's profile counts now.
+    pub boots: u8,
+}
+
+/// The largest piece of a profile on its way to a site, in bytes.
+pub const MAX_PIECE: usize = 48 << 10;
+
+/// Asks for the profile of an image. It comes in pieces; the reply is the sum of their bytes, 0 if there is no profile.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GetProfile {
+    /// Name of the image.
+    pub name: ImageName,
+}
+request!(GetProfile: "profile.get", Read, Vec<u8> => u64);
+
 /// Lists the unfinished transfers, in pages; a peer sees its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListTransfers;

@@ -18,6 +18,7 @@ use super::front::Shown;
 use super::lease;
 use super::left::Left;
 use super::moving::{self, AbortMove, MoveDisk, Moving};
+use super::profiling::{Profiling, StartProfile, StopProfile};
 use super::record::{Front, How, Kept, Place, Record, boot};
 use super::replicating::{Kept as Replicated, ReplicateDisk};
 use super::standby;
@@ -30,6 +31,7 @@ use crate::signals::{self, Stop};
 use crate::text::{bytes, clean, now_unix};
 
 mod handing_over;
+mod profiling;
 mod replicating;
 
 /// How long pushing dirty data may take after a signal.
@@ -53,6 +55,8 @@ struct Daemon {
     replicating: tokio::sync::Mutex<Replicated>,
     place: Place,
     record: Mutex<Record>,
+    /// Held while a recording begins or ends.
+    profiling: Mutex<Profiling>,
     disks: Vec<Disk>,
     shown: Mutex<Option<Shown>>,
     ending: AtomicBool,
@@ -119,7 +123,10 @@ pub async fn keep(
         close_quietly(&disks, &place);
         return Err(e);
     }
+    let how = record.how.clone();
+    let records = how.profile || how.record.is_some();
     // Prefetching has begun; now expose the disks to readers.
+    let _ = records && disks.iter().all(|disk| disk.profile().start());
     let made = match (early, disks.as_slice()) {
         (Some(early), [disk]) => early.arrive(disk.device()),
         _ => Shown::make(&record, &disks),
@@ -148,6 +155,7 @@ pub async fn keep(
         record: Mutex::new(record),
         moving: Mutex::default(),
         replicating: tokio::sync::Mutex::default(),
+        profiling: Mutex::default(),
         disks,
         shown: Mutex::new(Some(shown)),
         ending: AtomicBool::new(false),
@@ -155,6 +163,9 @@ pub async fn keep(
         ended: Mutex::new(Some(ended)),
         done: AtomicBool::new(false),
     });
+    if records {
+        daemon.profile_began(how.record, how.profile_for);
+    }
     let mut services = Services::new(Refusal::new(
         Code::Unsupported,
         "the mount daemon does not support this request",
@@ -165,6 +176,8 @@ pub async fn keep(
     services.handle::<MoveDisk>(Requests(Arc::clone(&daemon)));
     services.handle::<AbortMove>(Requests(Arc::clone(&daemon)));
     services.handle::<ReplicateDisk>(Requests(Arc::clone(&daemon)));
+    services.handle::<StartProfile>(Requests(Arc::clone(&daemon)));
+    services.handle::<StopProfile>(Requests(Arc::clone(&daemon)));
     let announced = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key(), DEFAULT_DOMAIN), services))
@@ -521,6 +534,7 @@ impl Daemon {
             }
             self.forget_devices();
         }
+        let unrecorded = self.end_profile();
         // A local disk has no cache to keep or to discard.
         let how = match self.disks.iter().all(Disk::is_local) {
             true => StopHow {
@@ -550,6 +564,12 @@ impl Daemon {
             }
         }
         let mut left = self.clear_away(how, left);
+        for why in unrecorded {
+            left.here = match left.here.is_empty() {
+                true => why,
+                false => format!("{}; {why}", left.here),
+            };
+        }
         if let Some(to) = to.filter(|to| !to.is_empty()) {
             let handed_over = format!("its write lease was handed over to {}", clean(&to));
             left.here = match left.here.is_empty() {

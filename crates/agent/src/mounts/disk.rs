@@ -1,7 +1,7 @@
 //! Opens a target as a block device: an image over the network, with or without a cache, an image of this site, or a
 //! local disk.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::builder::{Managed, Stack};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
-use drover_device::synced::{NoWrites, Order, PullHandle, Pushing, Sync, SyncedOptions};
+use drover_device::stage::{ProfileHandle, Profiled};
+use drover_device::synced::{NoWrites, Order, Pushing, Sync, SyncedOptions};
 use drover_migrate::Movable;
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
@@ -19,12 +20,14 @@ use drover_mount::protocol::{MAX_SIZE, Opened};
 use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_storage::HostDirectory;
 use drover_store::lease::{Access, MountId, term_text};
+use drover_store::profile::Profile;
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
 use super::control::HandTo;
 use super::lease::Lease;
 use super::left::{Keeps, Unnotified};
+use super::profiling::{self, Coming};
 use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
@@ -68,6 +71,8 @@ pub struct Disk {
     gone: AtomicBool,
     /// For calls about its lease.
     lease: Option<Lease>,
+    /// Records what is read of it first.
+    profile: ProfileHandle,
 }
 
 enum Kind {
@@ -79,7 +84,6 @@ enum Kind {
     Managed {
         managed: Managed,
         client: Arc<Client>,
-        record: Option<PathBuf>,
     },
 }
 
@@ -96,19 +100,9 @@ pub fn mode(image: &Target, how: &How) -> &'static str {
 /// Checks the targets and options before anything is created.
 ///
 /// # Errors
-/// For an unknown peer, a prefetch order that cannot be read or recorded, or a local disk that is refused.
+/// For an unknown peer, a profile that cannot be read or written, or a local disk that is refused.
 pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
-    if let Prefetch::File(path) = &how.prefetch {
-        read_order(path)?;
-    }
-    if let Some(directory) = how.record.as_deref().and_then(Path::parent)
-        && !directory.is_dir()
-    {
-        bail!(
-            "cannot record the order of reads: there is no directory {}",
-            directory.display()
-        );
-    }
+    profiling::check(how)?;
     for image in images {
         if let Some(disk) = &image.local {
             local::check(home, disk, how)?;
@@ -147,6 +141,7 @@ impl Disk {
             let (device, lock) = tokio::task::spawn_blocking(open).await??;
             return Ok(Disk::new(image, mode, device, Kind::Local(lock)));
         }
+        let mut coming = Coming::none();
         let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
             None => {
                 let of = home_of(home, image)?;
@@ -161,6 +156,9 @@ impl Disk {
             Some(peer) => {
                 let peer = find_peer(&site::open_catalog(home)?, peer)?;
                 let key = peer.key.0.to_vec();
+                if mode == "managed" {
+                    coming = Coming::ask(home, &peer, image, how);
+                }
                 (Arc::new(PeerConnector::new(home.identity()?, peer)), key)
             }
         };
@@ -240,6 +238,10 @@ impl Disk {
             (e, _) => e,
         });
         let client = Arc::new(client?);
+        let profile = match client.was_reached() {
+            true => coming.soon().await,
+            false => None,
+        };
         let identity = [site.as_slice(), b"\n", image.image.as_bytes()].concat();
         let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
@@ -253,20 +255,11 @@ impl Disk {
                     }
                     known::write(&place.known(index), client.opened())?;
                 }
-                open_cache(&client, &how, &place.cache(index), identity, was_of)
+                let cache = place.cache(index);
+                open_cache(&client, &how, profile.as_ref(), &cache, identity, was_of)
             };
             match open() {
-                Ok((device, managed)) => {
-                    let record = how.record;
-                    Ok((
-                        device,
-                        Kind::Managed {
-                            managed,
-                            client,
-                            record,
-                        },
-                    ))
-                }
+                Ok((device, managed)) => Ok((device, Kind::Managed { managed, client })),
                 Err(e) => {
                     // Keep the lease only for dirty data that can still be pushed: without it, no later unmount would
                     // release the lease. Dirty data of a replaced image can never be pushed.
@@ -279,6 +272,10 @@ impl Disk {
         })
         .await?;
         let (device, kind) = opened?;
+        if let Kind::Managed { managed, client } = &kind {
+            let (pull, shape) = (managed.pull.clone(), client.shape());
+            coming.later(move |profile| pull.set_order(&profiling::order(&profile, shape)));
+        }
         let lease = Some(lease);
         Ok(Disk {
             lease,
@@ -287,7 +284,9 @@ impl Disk {
     }
 
     fn new(image: &Target, mode: &'static str, device: Arc<dyn BlockDevice>, kind: Kind) -> Disk {
+        let (device, profile) = profiled(device);
         Disk {
+            profile,
             target: image.clone(),
             mode,
             device,
@@ -358,6 +357,11 @@ impl Disk {
         Arc::clone(&self.device)
     }
 
+    /// Records what is read of it first.
+    pub fn profile(&self) -> &ProfileHandle {
+        &self.profile
+    }
+
     /// Its status.
     pub fn status(&self) -> DiskStatus {
         let mut status = DiskStatus {
@@ -365,6 +369,7 @@ impl Disk {
             mode: self.mode.into(),
             read_only: self.device.capabilities().read_only,
             size: self.device.size(),
+            profiled: self.profile.progress().map(|(blocks, _)| blocks),
             ..DiskStatus::default()
         };
         match &self.kind {
@@ -375,9 +380,7 @@ impl Disk {
                     .map_or("up".into(), |error| error.to_string());
             }
             Kind::Direct(client) => fill_traffic(&mut status, client.as_ref()),
-            Kind::Managed {
-                managed, client, ..
-            } => {
+            Kind::Managed { managed, client } => {
                 fill_traffic(&mut status, client.as_ref());
                 let progress = managed.synced.progress();
                 let chunk = u64::from(client.shape().chunk);
@@ -475,9 +478,7 @@ impl Disk {
             Kind::Direct(_) if self.has_moved() => Ok(()),
             Kind::Direct(_) => Ok(self.device.flush()?),
             Kind::Managed { .. } if self.device.capabilities().read_only => Ok(()),
-            Kind::Managed {
-                managed, client, ..
-            } => {
+            Kind::Managed { managed, client } => {
                 let pusher = managed.push.clone();
                 let (result, done) = std::sync::mpsc::channel();
                 std::thread::Builder::new()
@@ -572,17 +573,7 @@ impl Disk {
         match &self.kind {
             Kind::Local(lock) => lock.release(),
             Kind::Direct(client) => close_client(client),
-            Kind::Managed {
-                managed, record, ..
-            } => {
-                // The order only speeds up the next mount: a failure must not prevent the unmount.
-                if let Some(path) = record
-                    && let Err(e) = write_order(&managed.pull, path)
-                {
-                    tracing::warn!("{e:#}");
-                }
-                managed.synced.close(false)?;
-            }
+            Kind::Managed { managed, .. } => managed.synced.close(false)?,
         }
         Ok(())
     }
@@ -671,6 +662,7 @@ pub(super) fn unopened(error: MountError, image: &Target) -> Error {
 pub(super) fn open_cache(
     client: &Arc<Client>,
     how: &How,
+    profile: Option<&Profile>,
     cache: &Path,
     identity: Vec<u8>,
     was_of: Option<Digest>,
@@ -679,10 +671,11 @@ pub(super) fn open_cache(
     let prefetch = match &how.prefetch {
         Prefetch::None => Order::None,
         Prefetch::Sequential => Order::Sequential,
-        Prefetch::File(path) => {
-            let text = read_order(path)?;
-            Order::parse(&text, shape).with_context(|| format!("{}", path.display()))?
-        }
+        Prefetch::Profile => match profile {
+            Some(profile) => profiling::order(profile, shape),
+            None => Order::Sequential,
+        },
+        Prefetch::File(path) => profiling::order(&profiling::read(path)?, shape),
     };
     let directory = HostDirectory::open_or_create(cache)
         .with_context(|| format!("cannot open {}", cache.display()))?;
@@ -698,15 +691,9 @@ pub(super) fn open_cache(
     options.prefetch = prefetch;
     options.push_interval = how.push_interval;
     options.give_up_after = how.give_up_after;
-    options.record_order = how.record.is_some();
     let stack = Stack::managed(options).build()?;
     let managed = stack.managed.context("a managed device has no handles")?;
     Ok((stack.device, managed))
-}
-
-fn read_order(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path)
-        .with_context(|| format!("cannot read the prefetch order {}", path.display()))
 }
 
 /// The chunks that a mount with an empty cache needs first: requested together with the open, before the size of the
@@ -719,14 +706,11 @@ fn wanted(how: &How) -> Vec<u64> {
     let first = match &how.prefetch {
         // Only what readers request is fetched, and that is not known yet.
         Prefetch::None => Vec::new(),
-        Prefetch::Sequential => vec![Chunks { first: 0, count: 8 }],
+        Prefetch::Sequential | Prefetch::Profile => vec![Chunks { first: 0, count: 8 }],
         // Errors are reported when the cache is opened.
-        Prefetch::File(path) => match read_order(path) {
-            Ok(text) => match Order::parse(&text, any) {
-                Ok(Order::List(runs)) => runs,
-                _ => Vec::new(),
-            },
-            Err(_) => Vec::new(),
+        Prefetch::File(path) => match profiling::read(path).map(|p| profiling::order(&p, any)) {
+            Ok(Order::List(runs)) => runs,
+            _ => Vec::new(),
         },
     };
     let chunks = first.iter().flat_map(|run| run.first..run.end());
@@ -736,11 +720,10 @@ fn wanted(how: &How) -> Vec<u64> {
 /// Upper bound on the chunks requested with an open; see [`client::Options::wanted`].
 const MAX_WANTED: usize = 8;
 
-/// Writes the order in which chunks were first read.
-fn write_order(pull: &PullHandle, path: &Path) -> Result<()> {
-    let text = pull.recorded_text().unwrap_or_default();
-    drover_storage::atomic_replace(path, text.as_bytes())
-        .with_context(|| format!("cannot write {}", path.display()))
+/// Lets first reads of a device be recorded, above all else.
+fn profiled(device: Arc<dyn BlockDevice>) -> (Arc<dyn BlockDevice>, ProfileHandle) {
+    let (stage, handle) = Profiled::new(device);
+    (Arc::new(stage), handle)
 }
 
 /// The identifier under which the mount leases the image at `index`.

@@ -130,8 +130,14 @@ pub struct How {
     pub cache_size: Option<u64>,
     /// What to prefetch.
     pub prefetch: Prefetch,
-    /// File to write the access order to at the end, for [`Prefetch::File`].
+    /// Record what is read first, and write the profile to this file.
     pub record: Option<PathBuf>,
+    /// Record what is read first, for the profile of each image.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub profile: bool,
+    /// How long it is recorded; `None` to the end of the mount.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile_for: Option<Duration>,
     /// Interval of background pushes.
     pub push_interval: Duration,
     /// Upper bound on background bytes in flight; `None` adapts it to the link.

@@ -19,7 +19,7 @@ use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
 use crate::audit::{Audit, Event, Record};
-use crate::error::{Result, bail};
+use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::quota::Quotas;
 use crate::remote::SocketPath;
@@ -49,10 +49,9 @@ pub fn limited_server(
 ) -> Result<Arc<Server>> {
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
-            catalog: Arc::clone(catalog),
+            of_site: OfSite::new(home, catalog),
             quotas: Arc::clone(quotas),
             own: home.identity()?.key(),
-            images: home.images_dir(),
             disks: home.disks(),
             replicas: home.replicas(),
             site: home.name(),
@@ -66,14 +65,38 @@ pub fn limited_server(
     })?)
 }
 
+/// The disk of an image of this home.
+///
+/// # Errors
+/// When it cannot be read, or its file was changed.
+pub(crate) fn open_disk(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    record: &ImageRecord,
+) -> Result<VirtualDisk> {
+    if was_changed(record) {
+        bail!(
+            "{} was changed after it had been indexed; run `drover index` for its file",
+            record.name
+        );
+    }
+    let disk = OfSite::new(home, catalog).open(record);
+    disk.map_err(|e| Error::Refused(unreadable(&record.name, e)))
+}
+
+/// The images of a catalog, as the files that others may be read from.
+struct OfSite {
+    catalog: Arc<SiteCatalog>,
+    /// The directory for delivered images.
+    images: PathBuf,
+}
+
 /// The images of a catalog.
 struct SiteImages {
-    catalog: Arc<SiteCatalog>,
+    of_site: OfSite,
     quotas: Arc<Quotas>,
     /// This site's key.
     own: PeerKey,
-    /// The directory for delivered images.
-    images: PathBuf,
     /// Those that have moved, or are about to.
     disks: Machines,
     /// Whose disks are not written before they have taken over.
@@ -85,7 +108,7 @@ struct SiteImages {
 
 impl SiteImages {
     fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
-        let record = self.catalog.by_name(name);
+        let record = self.of_site.catalog.by_name(name);
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
         let record = record.ok_or_else(|| {
             let text = format!("there is no image called {name}");
@@ -100,6 +123,19 @@ impl SiteImages {
             return Err(Refusal::new(Code::Corrupt, text));
         }
         Ok(record)
+    }
+}
+
+impl OfSite {
+    fn new(home: &Home, catalog: &Arc<SiteCatalog>) -> Self {
+        OfSite {
+            catalog: Arc::clone(catalog),
+            images: home.images_dir(),
+        }
+    }
+
+    fn open(&self, record: &ImageRecord) -> std::result::Result<VirtualDisk, ImageError> {
+        VirtualDisk::open_known(&record.path, self)
     }
 
     /// The record of the image whose file is at `path`, also by another way there.
@@ -116,7 +152,7 @@ impl SiteImages {
     }
 }
 
-impl Known for SiteImages {
+impl Known for OfSite {
     fn is_foreign(&self, image: &Path) -> bool {
         match self.record_at(image) {
             // What was indexed elsewhere is the administrator's, who was told what it is read from.
@@ -196,7 +232,7 @@ impl Images for SiteImages {
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
         let record = self.record(name)?;
-        let disk = VirtualDisk::open_known(&record.path, self);
+        let disk = self.of_site.open(&record);
         let disk = disk.map_err(|e| unreadable(name, e))?;
         Ok(Base {
             device: Arc::new(ImageDevice::new(disk)),

@@ -343,7 +343,7 @@ impl Waits {
             write(&place, seen.generations.as_deref())?;
             client.agree(Epoch(seen.identity.epoch));
             let (device, managed) =
-                open_cache(&client, &record.how, &place.cache(0), identity, None)?;
+                open_cache(&client, &record.how, None, &place.cache(0), identity, None)?;
             Ok(Began::Standing(device, managed, seen.generations.is_some()))
         };
         tokio::task::spawn_blocking(open).await?

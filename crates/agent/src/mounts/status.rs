@@ -81,6 +81,9 @@ pub struct DiskStatus {
     pub push_failures: u64,
     /// The error of the last failed push.
     pub push_error: Option<String>,
+    /// Blocks of it that were recorded for a profile, while that goes on.
+    #[serde(default)]
+    pub profiled: Option<u64>,
     /// An error of background work, for users.
     pub trouble: Option<String>,
 }

@@ -208,20 +208,26 @@ impl fmt::Display for Listen {
 pub enum Prefetch {
     /// Nothing.
     None,
+    /// What the image's profile says, if its site has one, then the rest in order.
+    // As the default was called when there were no profiles: earlier versions can read the record.
+    #[serde(rename = "Sequential")]
+    Profile,
     /// Everything, in order.
+    #[serde(rename = "InOrder")]
     Sequential,
-    /// Chunks in the order recorded by an earlier mount, then the rest.
+    /// What the profile in this file says, then the rest in order.
     File(PathBuf),
 }
 
 impl Prefetch {
-    /// Parses `none`, `sequential` or a path.
+    /// Parses `none`, `profile`, `sequential` or a path.
     ///
     /// # Errors
     /// A message for the user.
     pub fn parse(text: &str) -> Result<Self, String> {
         Ok(match text {
             "none" => Prefetch::None,
+            "profile" => Prefetch::Profile,
             "sequential" => Prefetch::Sequential,
             path => Prefetch::File(std::path::absolute(path).map_err(|e| e.to_string())?),
         })
@@ -232,6 +238,7 @@ impl fmt::Display for Prefetch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Prefetch::None => f.write_str("none"),
+            Prefetch::Profile => f.write_str("profile"),
             Prefetch::Sequential => f.write_str("sequential"),
             Prefetch::File(path) => write!(f, "{}", path.display()),
         }

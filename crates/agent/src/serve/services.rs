@@ -91,6 +91,8 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
+    services.handle::<of_teleport::PutProfile>(site.clone());
+    services.handle::<of_teleport::GetProfile>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
     services.handle::<drover_mount::protocol::LookAtLease>(site.clone());
     services.handle::<drover_mount::protocol::HandOverLease>(site.clone());

@@ -9,7 +9,7 @@ use drover_core::DeviceError;
 use super::options::Sync;
 use super::order::Order;
 use super::shared::Shared;
-use crate::remote::{Chunks, Epoch, Link, Traffic};
+use crate::remote::{Epoch, Link, Traffic};
 
 /// Progress and status of a managed device.
 #[derive(Clone, Debug)]
@@ -135,22 +135,6 @@ impl PullHandle {
     /// When the device closes or has failed.
     pub fn wait(&self, time: Duration) -> Result<bool, DeviceError> {
         self.shared.wait_local(time)
-    }
-
-    /// The order of first access of chunks, if it is recorded.
-    #[must_use]
-    pub fn recorded(&self) -> Option<Vec<Chunks>> {
-        self.shared
-            .recorder
-            .as_ref()
-            .map(super::order::Recorder::runs)
-    }
-
-    /// The recorded order as file contents for [`Order::parse`].
-    #[must_use]
-    pub fn recorded_text(&self) -> Option<String> {
-        let runs = self.recorded()?;
-        Some(Order::format(&runs, self.shared.shape()))
     }
 }
 

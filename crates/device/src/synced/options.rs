@@ -59,8 +59,6 @@ pub struct SyncedOptions {
     pub give_up_after: Duration,
     /// Event callbacks.
     pub hooks: Hooks,
-    /// Record the order in which chunks are first used (`PullHandle::recorded`).
-    pub record_order: bool,
 }
 
 impl SyncedOptions {
@@ -81,7 +79,6 @@ impl SyncedOptions {
             high_water: 256 << 20,
             give_up_after: Duration::from_secs(600),
             hooks: Hooks::default(),
-            record_order: false,
         }
     }
 }

@@ -39,9 +39,6 @@ impl Shared {
         if length == 0 {
             return Ok(());
         }
-        if let Some(recorder) = &self.recorder {
-            recorder.used(self.geometry.touched(offset, length));
-        }
         self.notice_reader(offset, length);
         let mut deadline = None;
         for (at, take) in self.geometry.pieces(offset, length) {

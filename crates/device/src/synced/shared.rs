@@ -10,7 +10,6 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use super::cache::Cache;
 use super::copy_before_write::CopyBeforeWrite;
 use super::options::{Hooks, Sync};
-use super::order;
 use super::pull::Pull;
 use super::push::Push;
 use super::save::Saver;
@@ -46,7 +45,6 @@ pub(crate) struct Shared {
     pub(super) high_water: u64,
     pub(super) give_up_after: Duration,
     pub(super) hooks: Hooks,
-    pub(super) recorder: Option<order::Recorder>,
     pub(super) unverified: AtomicU64,
     pub(super) closed: AtomicBool,
     /// See [`NoWrites`](super::NoWrites); checked with the barrier held.

@@ -29,6 +29,7 @@ Examples:
   drover mount lyon:web.qcow2 /mnt/web --device        prints /dev/loop0
   drover mount lyon:web.qcow2 /mnt/web --device --partitions      then mount /dev/loop0p1 /srv
   drover mount lyon:web.qcow2 /mnt/web --read-only --prefetch none
+  drover mount lyon:web.qcow2 /mnt/web --profile --for 2m          record a boot
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
@@ -159,7 +160,7 @@ pub struct OptionArgs {
     #[arg(long)]
     pub read_only: bool,
     /// Do not cache: send every read and write to the other site (for fast, low-latency networks)
-    #[arg(long, conflicts_with_all = ["sync", "cache_size", "prefetch", "record", "push_interval", "window"])]
+    #[arg(long, conflicts_with_all = ["sync", "cache_size", "prefetch", "push_interval", "window"])]
     pub direct: bool,
     /// What a flush waits for [default: local]
     #[arg(long, value_enum)]
@@ -170,12 +171,19 @@ pub struct OptionArgs {
     /// Maximum size of the cache, at least 16 chunks (1 MiB by default); a smaller value is raised [default: the whole image]
     #[arg(long, value_name = "SIZE", value_parser = cache_size)]
     pub cache_size: Option<u64>,
-    /// What to fetch in the background: none, sequential, or the order in FILE, written by --record [default: sequential]
-    #[arg(long, value_name = "none|sequential|FILE", value_parser = Prefetch::parse)]
+    /// What to fetch in the background: none; profile, what the image's profile names, if it has one, then the rest in order;
+    /// sequential, all in order; or by the profile in FILE, from --record or `drover profile export` [default: profile]
+    #[arg(long, value_name = "none|profile|sequential|FILE", value_parser = Prefetch::parse)]
     pub prefetch: Option<Prefetch>,
-    /// At unmount, write to FILE the order in which chunks were first read, for --prefetch
+    /// Record what is read first, and merge it into the profile of the image (see `drover profile`)
+    #[arg(long, conflicts_with = "record")]
+    pub profile: bool,
+    /// Record what is read first, and write it to FILE, a profile
     #[arg(long, value_name = "FILE", value_parser = absolute, value_hint = ValueHint::FilePath)]
     pub record: Option<PathBuf>,
+    /// With --profile or --record, how long it is recorded [default: until `drover profile stop`, or the end of the mount]
+    #[arg(long = "for", value_name = "DURATION", value_parser = text::parse_duration)]
+    pub record_for: Option<Duration>,
     /// Interval between pushes of written data; 0s pushes continuously [default: 5s]
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
     pub push_interval: Option<Duration>,
@@ -236,6 +244,14 @@ impl OptionArgs {
                 "--wait-local cannot be used with --prefetch none, which fetches only what is read",
             ));
         }
+        if self.record_for.is_some() && !self.profile && self.record.is_none() {
+            return Err(Error::usage("--for is for --profile or --record"));
+        }
+        if self.record.is_some() && images.len() > 1 {
+            return Err(Error::usage(
+                "--record is for one disk: --profile records each into the profile of its image",
+            ));
+        }
         if self.standby && matches!(self.prefetch, Some(Prefetch::None)) {
             return Err(Error::usage(
                 "--standby cannot be used with --prefetch none: nothing reads the disk before the lease is here",
@@ -258,8 +274,10 @@ impl OptionArgs {
             chunk: self.chunk.unwrap_or(64 << 10),
             is_chunk_chosen: self.chunk.is_some() && images.iter().any(|i| i.local.is_some()),
             cache_size: self.cache_size,
-            prefetch: self.prefetch.unwrap_or(Prefetch::Sequential),
+            prefetch: self.prefetch.unwrap_or(Prefetch::Profile),
             record: self.record,
+            profile: self.profile,
+            profile_for: self.record_for,
             push_interval: self.push_interval.unwrap_or(Duration::from_secs(5)),
             window: self.window,
             give_up_after: self.give_up_after.unwrap_or(Duration::from_secs(600)),
@@ -284,12 +302,16 @@ impl OptionArgs {
                 _ => Ok(()),
             };
         };
+        if self.profile {
+            return Err(format!(
+                "--profile cannot be used with {disk}, which is no image: --record writes its profile to a file"
+            ));
+        }
         let given = [
             (self.direct, "--direct"),
             (self.sync.is_some(), "--sync"),
             (self.cache_size.is_some(), "--cache-size"),
             (self.prefetch.is_some(), "--prefetch"),
-            (self.record.is_some(), "--record"),
             (self.push_interval.is_some(), "--push-interval"),
             (self.window.is_some(), "--window"),
             (self.give_up_after.is_some(), "--give-up-after"),

@@ -5,6 +5,7 @@ mod files;
 mod domains;
 mod matching;
 mod ownership;
+mod profiles;
 mod quota;
 mod replicas;
 mod revoked;
@@ -35,8 +36,8 @@ use drover_net::{
 use drover_store::lease::MountId;
 use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
-    BeginMatching, BeginMatchingFor, IndexImage, JoinSession, ListImages, ListTransfers,
-    OpenSession, RemoveImage, RemoveTransfer, ShareImage, VerifyImage,
+    BeginMatching, BeginMatchingFor, GetProfile, IndexImage, JoinSession, ListImages,
+    ListTransfers, OpenSession, PutProfile, RemoveImage, RemoveTransfer, ShareImage, VerifyImage,
 };
 
 use crate::world::{Site, World};
@@ -138,6 +139,12 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             earlier,
         }),
         encode_call(&order),
+        encode_call(&PutProfile {
+            name: of(),
+            bytes: 0,
+            is_boot: true,
+        }),
+        encode_call(&GetProfile { name: of() }),
         encode_call(&ShareImage {
             name: of(),
             with: "web".into(),

@@ -14,6 +14,7 @@ mod mount;
 mod mount_offline;
 mod moves;
 mod pairing;
+mod profile;
 mod send;
 mod serve;
 mod space;

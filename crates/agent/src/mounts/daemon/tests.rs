@@ -37,6 +37,7 @@ fn a_local_disk_whose_last_flush_fails_is_unmounted_and_reports_lost_writes() {
             home: home.clone(),
             moving: Mutex::default(),
             replicating: tokio::sync::Mutex::default(),
+            profiling: Mutex::default(),
             place,
             record: Mutex::new(record),
             disks,

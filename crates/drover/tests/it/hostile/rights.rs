@@ -40,7 +40,7 @@ pub async fn opened(peer: &Client, call: &[u8]) -> (FrameReader, FrameWriter, Op
 }
 
 /// A site with an image that `near` sent, and another peer called `web`.
-fn two_peers(world: &World) -> (Site, Client) {
+pub fn two_peers(world: &World) -> (Site, Client) {
     let site = world.pair();
     let image = world.image("a.img", 1, 64);
     world
@@ -56,7 +56,7 @@ fn two_peers(world: &World) -> (Site, Client) {
 }
 
 /// Gives the peer `web` other rights, as another process.
-fn give(world: &World, rights: Rights) {
+pub fn give(world: &World, rights: Rights) {
     let (catalog, _) = SiteCatalog::open(&world.path("far")).unwrap();
     let changed = catalog.change_grant("web", |grant| grant.rights = rights);
     changed.unwrap().unwrap();

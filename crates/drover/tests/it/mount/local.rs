@@ -199,14 +199,12 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
         2,
         &["--size", "truncate -s"],
     );
-    let order = text(&a.path("disk.raw")).to_owned();
     for option in [
         &["--direct"][..],
         &["--sync", "local"],
         &["--sync", "remote"],
         &["--cache-size", "1M"],
         &["--prefetch", "sequential"],
-        &["--record", &order],
         &["--push-interval", "5s"],
         &["--window", "1M"],
         &["--give-up-after", "10m"],

@@ -1,0 +1,372 @@
+//! Profiles of images, here and at peers: what a machine reads from its start until it serves. Their files are those of
+//! `drover_store::profile`; here they meet the images that they are of.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use drover_core::{ImageName, ReadAt};
+use drover_net::service::{CallEvent, OutgoingCall};
+use drover_net::{Code, Connection, Identity, NetError};
+use drover_store::profile::{FirstRead, MAX_BYTES, Profile, Profiles, scan};
+use drover_store::{Catalog, ImageRecord, Peer, SiteCatalog};
+use drover_teleport::services::{GetProfile, MAX_PIECE, PutProfile, PutProfileReply};
+
+use crate::error::{Context, Error, Result, bail, msg};
+use crate::home::Home;
+use crate::mounts::open_disk;
+use crate::remote::Call;
+use crate::site;
+
+/// Blocks of another image's profile that are compared before the whole is.
+const SAMPLE: usize = 64;
+
+/// How many other images' profiles are tried for an image that has none: those of the latest images.
+const MAX_TRIED: usize = 32;
+
+/// The share of its blocks, in percent, that another image's profile needs to be worth having.
+const MIN_SHARED: usize = 50;
+
+/// The profiles of the images of a home.
+pub fn of(home: &Home) -> Profiles {
+    Profiles::beside(&home.index_dir().join("maps"))
+}
+
+/// What became of a profile that was put to an image.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Put {
+    /// Blocks of it that the image has.
+    pub blocks: u64,
+    /// Blocks that it has not, or with another content.
+    pub pruned: u64,
+    /// Boots that the image's profile counts now.
+    pub boots: u8,
+}
+
+/// An image of a home, for its profile.
+pub struct OfImage<'a> {
+    home: &'a Home,
+    catalog: &'a Arc<SiteCatalog>,
+    record: ImageRecord,
+}
+
+impl<'a> OfImage<'a> {
+    /// That of the image called `name`.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn named(home: &'a Home, catalog: &'a Arc<SiteCatalog>, name: &ImageName) -> Result<Self> {
+        let record = catalog.by_name(name)?;
+        let record = record.ok_or_else(|| Error::no_image(None, name))?;
+        Ok(OfImage {
+            home,
+            catalog,
+            record,
+        })
+    }
+
+    /// That of the image whose file this is; `None` when it is none of this home's, or was changed.
+    ///
+    /// # Errors
+    /// When the catalog cannot be read.
+    pub fn at(home: &'a Home, catalog: &'a Arc<SiteCatalog>, path: &Path) -> Result<Option<Self>> {
+        let Ok(path) = path.canonicalize() else {
+            return Ok(None);
+        };
+        let is_it = |r: &ImageRecord| r.path.canonicalize().is_ok_and(|p| p == path);
+        let record = catalog.images()?.into_iter().find(is_it);
+        Ok(record
+            .filter(|record| !crate::mounts::was_changed(record))
+            .map(|record| OfImage {
+                home,
+                catalog,
+                record,
+            }))
+    }
+
+    /// Its profile, without the blocks that have changed. If it has none, that of another image of this home, as far as its
+    /// blocks are here in the same places.
+    ///
+    /// # Errors
+    /// When it is damaged, or cannot be compared with the image.
+    pub fn get(&self) -> Result<Option<Profile>> {
+        let shelf = of(self.home);
+        let Some(found) = shelf.load(self.record.id)? else {
+            return self.of_another();
+        };
+        if found.image() == self.record.digest {
+            return Ok(Some(found));
+        }
+        let disk = self.disk()?;
+        let digest = self.record.digest;
+        let mut pruned = None;
+        shelf.change(self.record.id, |before| {
+            // It may have been replaced meanwhile.
+            let mut profile = before.unwrap_or(found);
+            profile
+                .prune(&disk)
+                .context("cannot compare a profile with its image")?;
+            profile.set_image(digest);
+            pruned = Some(profile.clone());
+            Ok::<_, Error>(Some(profile))
+        })?;
+        Ok(pruned.filter(|profile| !profile.is_empty()))
+    }
+
+    fn disk(&self) -> Result<drover_image::VirtualDisk> {
+        open_disk(self.home, self.catalog, &self.record)
+    }
+
+    /// The profile of another image that this one is derived from, or with it.
+    fn of_another(&self) -> Result<Option<Profile>> {
+        let shelf = of(self.home);
+        let mut others = self.catalog.images()?;
+        others.retain(|other| other.id != self.record.id && shelf.path(other.id).exists());
+        others.sort_by_key(|other| std::cmp::Reverse(other.added_unix));
+        let mut disk = None;
+        let mut best: Option<(usize, Profile)> = None;
+        for other in others.into_iter().take(MAX_TRIED) {
+            // A damaged one is of no use, and is told of when its own image is asked for it.
+            let Some(theirs) = shelf.load(other.id).ok().flatten() else {
+                continue;
+            };
+            let disk = match &disk {
+                Some(disk) => disk,
+                None => disk.insert(self.disk()?),
+            };
+            let shared = shared(&theirs, disk).context("cannot read the image")?;
+            if shared >= MIN_SHARED && best.as_ref().is_none_or(|best| best.0 < shared) {
+                best = Some((shared, theirs));
+            }
+        }
+        let (Some((_, mut profile)), Some(disk)) = (best, disk) else {
+            return Ok(None);
+        };
+        profile.prune(&disk).context("cannot read the image")?;
+        profile.set_image(self.record.digest);
+        Ok(Some(profile))
+    }
+
+    /// Adds a boot to its profile.
+    ///
+    /// # Errors
+    /// When the image cannot be read, or the profile not written.
+    pub fn add_boot(&self, reads: &[FirstRead]) -> Result<Put> {
+        let disk = self.disk()?;
+        let mut boot = Profile::of_boot(&disk, reads).context("cannot read the image")?;
+        boot.set_image(self.record.digest);
+        let mut put = Put {
+            blocks: boot.entries().len() as u64,
+            ..Put::default()
+        };
+        of(self.home).change(self.record.id, |before| {
+            let profile = match before {
+                // Nothing of it is an image's: no boot.
+                before if boot.is_empty() => {
+                    put.boots = before.as_ref().map_or(0, Profile::boots);
+                    return Ok(before);
+                }
+                None => boot,
+                Some(mut profile) => {
+                    if profile.image() != boot.image() {
+                        let pruned = profile.prune(&disk).context("cannot read the image")?;
+                        put.pruned = pruned as u64;
+                    }
+                    profile.merge(&boot);
+                    profile
+                }
+            };
+            put.boots = profile.boots();
+            Ok::<_, Error>(Some(profile))
+        })?;
+        Ok(put)
+    }
+
+    /// Makes a profile from elsewhere that of the image, as far as the image has its blocks in the same places. One that
+    /// counts more boots stays.
+    ///
+    /// # Errors
+    /// As [`OfImage::add_boot`].
+    pub fn put(&self, mut profile: Profile) -> Result<Put> {
+        let disk = self.disk()?;
+        let pruned = profile.prune(&disk).context("cannot read the image")? as u64;
+        profile.set_image(self.record.digest);
+        self.keep(profile, pruned, |before, new| before.boots() > new.boots())
+    }
+
+    /// Makes a profile of another image that of this one, as far as the image has its blocks anywhere. They are looked for in the
+    /// whole image, unless they all are in the same places. `progress` is called with the bytes done and the total.
+    ///
+    /// # Errors
+    /// When the image has none of them; as [`OfImage::add_boot`].
+    pub fn import(&self, profile: &Profile, mut progress: impl FnMut(u64, u64)) -> Result<Put> {
+        let disk = self.disk()?;
+        let mut here = profile.clone();
+        let moved = here.prune(&disk).context("cannot read the image")?;
+        if moved > 0 {
+            let all = |done, total| {
+                progress(done, total);
+                true
+            };
+            here = scan(profile, &disk, all)?;
+        }
+        if here.is_empty() {
+            bail!(
+                "{} has none of its {} blocks: it is the profile of another disk",
+                self.record.name,
+                profile.entries().len()
+            );
+        }
+        let pruned = (profile.entries().len() - here.entries().len()) as u64;
+        here.set_image(self.record.digest);
+        self.keep(here, pruned, |_, _| false)
+    }
+
+    fn keep(
+        &self,
+        profile: Profile,
+        pruned: u64,
+        stays: impl FnOnce(&Profile, &Profile) -> bool,
+    ) -> Result<Put> {
+        let mut put = Put {
+            blocks: profile.entries().len() as u64,
+            pruned,
+            boots: profile.boots(),
+        };
+        of(self.home).change(self.record.id, |before| {
+            let after = match before {
+                Some(before) if stays(&before, &profile) => before,
+                before if profile.is_empty() => return Ok(before),
+                _ => profile,
+            };
+            put.boots = after.boots();
+            Ok::<_, Error>(Some(after))
+        })?;
+        Ok(put)
+    }
+
+    /// Whether it has a profile, be it damaged.
+    pub fn has_one(&self) -> bool {
+        of(self.home).path(self.record.id).exists()
+    }
+
+    /// Forgets its profile.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn forget(&self) -> Result<()> {
+        of(self.home).change(self.record.id, |_| Ok::<_, Error>(None))
+    }
+}
+
+/// The share of a sample of a profile's blocks that a disk has in the same places, in percent.
+fn shared(profile: &Profile, disk: &dyn ReadAt) -> std::io::Result<usize> {
+    let entries = profile.entries();
+    let step = entries.len().div_ceil(SAMPLE).max(1);
+    let sample = Vec::from_iter(entries.iter().step_by(step));
+    let blocks = Vec::from_iter(sample.iter().map(|entry| entry.block));
+    let here = drover_store::profile::digests_at(disk, &blocks)?;
+    let same =
+        |entry: &&&drover_store::profile::Entry| here.get(&entry.block) == Some(&entry.digest);
+    Ok(sample.iter().filter(same).count() * 100 / sample.len().max(1))
+}
+
+/// The profile of a peer's image; `None` when it has none, or that peer knows none.
+///
+/// # Errors
+/// When the peer cannot be reached or refuses, or what it sends is no profile.
+pub async fn of_peer(
+    identity: &Identity,
+    peer: &Peer,
+    name: &ImageName,
+) -> Result<Option<Profile>> {
+    let mut bytes = Vec::new();
+    let request = GetProfile { name: name.clone() };
+    let mut calling = OutgoingCall::start(
+        Call::peer(identity, peer).await?.into_connection(),
+        &request,
+    )
+    .await?;
+    loop {
+        match calling.next().await {
+            Ok(CallEvent::Progress(piece)) if bytes.len() + piece.len() <= MAX_BYTES => {
+                bytes.extend(piece);
+            }
+            Ok(CallEvent::Progress(_)) => {
+                bail!("{}: the profile of {name} is too long", peer.name);
+            }
+            Ok(CallEvent::Reply(0)) => return Ok(None),
+            Ok(CallEvent::Reply(_)) => break,
+            Err(NetError::Refused(refusal)) if refusal.code == Code::Unsupported => {
+                return Ok(None);
+            }
+            Err(NetError::Refused(refusal)) => return Err(Error::of_peer(&peer.name, &refusal)),
+            Err(e) => return Err(e.into()),
+        }
+    }
+    let profile = Profile::decode(&bytes);
+    let profile = profile.map_err(|e| msg!("{}: the profile of {name}: {e}", peer.name))?;
+    Ok(Some(profile))
+}
+
+/// Gives a site the profile of one of its images.
+///
+/// # Errors
+/// When the connection breaks, or the site refuses.
+pub async fn put_to(
+    connection: Connection,
+    name: &ImageName,
+    profile: &Profile,
+    is_boot: bool,
+) -> Result<PutProfileReply, NetError> {
+    let bytes = profile.encode();
+    let request = PutProfile {
+        name: name.clone(),
+        bytes: bytes.len() as u32,
+        is_boot,
+    };
+    let mut calling = OutgoingCall::<PutProfile>::start(connection, &request).await?;
+    for piece in bytes.chunks(MAX_PIECE) {
+        // It may have refused: its reply says why.
+        if calling.report(&piece.to_vec()).await.is_err() {
+            break;
+        }
+    }
+    loop {
+        if let CallEvent::Reply(reply) = calling.next().await? {
+            calling.close().await;
+            return Ok(reply);
+        }
+    }
+}
+
+/// Gives a peer the profile of an image that was sent there, if the file is an image of this home and has one. Returns what
+/// the peer's image has of it.
+///
+/// # Errors
+/// When it cannot be read, or the peer cannot be reached or refuses.
+pub async fn send_along(
+    home: &Home,
+    peer: &Peer,
+    path: &Path,
+    name: &ImageName,
+) -> Result<Option<PutProfileReply>> {
+    let (of, path) = (home.clone(), path.to_owned());
+    let read = move || -> Result<_> {
+        let catalog = Arc::new(site::open_catalog(&of)?);
+        match OfImage::at(&of, &catalog, &path)? {
+            Some(image) => image.get(),
+            None => Ok(None),
+        }
+    };
+    let Some(profile) = tokio::task::spawn_blocking(read).await?? else {
+        return Ok(None);
+    };
+    let connection = Call::peer(&home.identity()?, peer).await?.into_connection();
+    match put_to(connection, name, &profile, false).await {
+        Ok(reply) => Ok(Some(reply)),
+        // It is of an earlier version.
+        Err(NetError::Refused(refusal)) if refusal.code == Code::Unsupported => Ok(None),
+        Err(NetError::Refused(refusal)) => Err(Error::of_peer(&peer.name, &refusal)),
+        Err(e) => Err(e.into()),
+    }
+}
