@@ -15,6 +15,7 @@ use drover_store::generations::{
     write_in_file,
 };
 use drover_store::{Catalog, ImageRecord, changes};
+use tokio::sync::Mutex;
 
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
@@ -23,6 +24,10 @@ use crate::site;
 
 /// How often a hypervisor that is about to end is looked at.
 const HYPERVISOR_POLL: Duration = Duration::from_millis(20);
+
+/// Held while a file is changed, or looked for among those of all images: the lock that keeps hypervisors out of a file ends when
+/// this process closes it anywhere, as it does with each that it looks into.
+static ALONE: Mutex<()> = Mutex::const_new(());
 
 /// Notes in the qcow2 file of a disk that nobody writes which state of the disk it has, so that the disk can be compared with any
 /// copy of the file, and has QEMU record in it what it writes from now on. Returns the generations as a peer is told them. Waits for
@@ -49,13 +54,14 @@ async fn change<T: Send + 'static>(
     file: &Path,
     change: impl FnOnce(&Path) -> Result<T> + Send + 'static,
 ) -> Result<T> {
+    let alone = ALONE.lock().await;
     let (of, path) = (home.clone(), file.to_owned());
     let images = tokio::task::spawn_blocking(move || KeptOut::of(&of, &path)).await??;
     images.refuse_mounted(home, file).await?;
     let path = file.to_owned();
     let changed = tokio::task::spawn_blocking(move || {
         let changed = change(&path);
-        drop(images);
+        drop((images, alone));
         changed
     });
     changed.await?
@@ -236,4 +242,32 @@ fn qemu_img(args: &[&str], about: &[&OsStr]) -> Result<Vec<u8>> {
         bail!("{}", said.trim());
     }
     Ok(done.stdout)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn no_file_is_looked_into_while_one_is_changed() {
+        let directory = tempfile::tempdir().unwrap();
+        let home = Home::create(directory.path().join("home")).unwrap();
+        site::open_catalog(&home).unwrap();
+        let (a, b) = (directory.path().join("a"), directory.path().join("b"));
+        for file in [&a, &b] {
+            std::fs::write(file, "").unwrap();
+        }
+        let under_way = AtomicUsize::new(0);
+        let under_way: &'static AtomicUsize = Box::leak(Box::new(under_way));
+        let alone = move |_: &Path| {
+            let others = under_way.fetch_add(1, Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(100));
+            under_way.fetch_sub(1, Ordering::SeqCst);
+            Ok(others == 0)
+        };
+        let both = tokio::join!(change(&home, &a, alone), change(&home, &b, alone));
+        assert!(both.0.unwrap() && both.1.unwrap());
+    }
 }
