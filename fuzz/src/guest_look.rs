@@ -22,7 +22,11 @@ fn looked_at(disk: &dyn ReadAt) {
     }
     let ranges = boot_ranges(disk);
     assert!(ranges.len() <= MAX_BOOT_RANGES);
-    assert!(ranges.iter().all(|r| r.start < r.end && r.end <= disk.len()));
+    assert!(
+        ranges
+            .iter()
+            .all(|r| r.start < r.end && r.end <= disk.len())
+    );
     assert!(ranges.iter().map(|r| r.end - r.start).sum::<u64>() <= MAX_BOOT_BYTES);
     let mut sorted = ranges;
     sorted.sort_by_key(|r| r.start);
