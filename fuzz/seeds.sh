@@ -22,6 +22,9 @@ seed batch_decode mixed '\50\1\144\3\12\62\50\0\2\1\3'
 seed match_event_decode match "\\5\\7$front$(zeros 68)"
 seed match_event_decode begin '\0\7'
 seed match_event_decode trim '\11\0\5\200\10'
+# A flock of two images, and one of them could not be sent.
+seed flock_messages order "\\4shop$(zeros 16)\\1\\2\\5a.img\\0\\5b.img\\1$(zeros 32)"
+seed flock_messages end "$(zeros 16)\\1\\1\\2no"
 # A machine with a disk.
 seed machine_spec disk '\12pc-q35-7.2\0\0\6qemu64\1\4avx2\0\1\1\1\1\1\1\1\6pc.ram\200\200\200\40\200\200\200\40\0\0\0\0\1\200\200\200\2\1\16virtio-blk-pci\1\3vd0\0\2\4addr\1\20\6serial\2\1x\1\0'
 # For ten blocks: literal, an image's, the sequence cache's; one store.

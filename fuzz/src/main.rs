@@ -8,6 +8,7 @@ mod calls;
 mod chunk_log;
 mod control_messages;
 mod directory_device;
+mod flock_messages;
 mod generations;
 mod guest_look;
 mod image_map;
@@ -45,6 +46,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("chunk_log", chunk_log::run),
     ("control_messages", control_messages::run),
     ("directory_device", directory_device::run),
+    ("flock_messages", flock_messages::run),
     ("generations", generations::run),
     ("guest_look", guest_look::run),
     ("image_map", image_map::run),

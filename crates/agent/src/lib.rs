@@ -5,6 +5,7 @@
 //! - [`serve`]: the process that others connect to; [`remote`]: requests to it, or to a peer.
 //! - [`domains`]: the parts of a site that do not see each other.
 //! - [`machines`]: machines that migrate to this site or from it.
+//! - [`flocks`]: images that are sent together.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
 //! - [`profiles`]: what machines read first of this site's images.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
@@ -31,6 +32,7 @@ pub mod audit;
 pub mod changes;
 pub mod domains;
 pub mod error;
+pub mod flocks;
 pub mod home;
 pub mod images;
 pub mod machines;

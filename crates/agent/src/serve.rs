@@ -24,6 +24,7 @@ mod conversation;
 mod domains;
 mod enforce;
 mod expiry;
+mod flocks;
 mod http;
 mod images;
 mod in_domain;

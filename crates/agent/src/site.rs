@@ -163,6 +163,8 @@ fn sent(log: &Audit, domain: &str, event: &SendEvent) {
     let record = match &event.what {
         SendStep::Begun => Record::new(Event::SendBegun),
         SendStep::Delivered => Record::new(Event::SendDelivered).took(event.time),
+        // It is told when the rest of its flock is there.
+        SendStep::Arrived => return,
         SendStep::Unchanged => Record::new(Event::SendDelivered)
             .took(event.time)
             .detail("the site had it already"),

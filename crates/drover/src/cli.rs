@@ -15,6 +15,7 @@ mod audit;
 mod changes;
 mod domains;
 mod evacuate;
+mod flock;
 mod migrate;
 mod mounts;
 mod moves;
@@ -29,6 +30,7 @@ pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use domains::{DomainsAction, DomainsArgs};
 pub use evacuate::EvacuateArgs;
+pub use flock::{FlockArgs, FlockOptions, MAX_AT_ONCE};
 pub use migrate::{Hypervisor, MigrateArgs, PostCopy};
 pub use mounts::{
     AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
@@ -117,6 +119,7 @@ pub enum Command {
     Space(SpaceArgs),
     Images(ImagesArgs),
     Transfers(TransfersArgs),
+    Flock(FlockArgs),
     Index(IndexArgs),
     Verify(VerifyArgs),
     Rm(RmArgs),
@@ -234,6 +237,8 @@ Examples:
   drover send big.vhdx lyon --dry-run
   drover send old.vmdk lyon --to qcow2 --as old.qcow2
   drover send overlay.qcow2 lyon --with-parts
+  drover send web.qcow2 db.qcow2 nfs.qcow2 lyon --flock shop
+  drover send --flock-file shop.toml lyon --atomic
 
 Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520."
 )]
@@ -277,6 +282,8 @@ pub struct SendArgs {
     /// Choose none, lz4 or 1 to save CPU time.
     #[arg(long, value_name = "LEVEL", value_parser = text::parse_compress, default_value = "auto")]
     pub compress: text::Compress,
+    #[command(flatten)]
+    pub together: FlockOptions,
 }
 
 /// List the images of this site or of a peer

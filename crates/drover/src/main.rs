@@ -9,6 +9,7 @@ mod changes;
 mod cli;
 mod domains;
 mod failure;
+mod flock;
 mod generate;
 mod images;
 mod migrate;
@@ -160,6 +161,7 @@ fn run(cli: Cli) -> Result<()> {
             wait(changes::changes(&home, args))
         }
         Command::Images(args) => wait(images::images(&of(&args.of)?, args)),
+        Command::Flock(args) => wait(flock::flock(&of(&args.of)?, &args)),
         Command::Transfers(args) => wait(transfers::transfers(&of(&args.of)?, args)),
         Command::Index(args) => wait(images::index(|dir| Ok(create()?.domain(dir)?), args)),
         Command::Verify(args) => wait(images::verify(&of(&args.of)?, args)),

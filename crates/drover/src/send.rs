@@ -1,24 +1,20 @@
 //! `send`: sends images to a peer and shows the progress.
 
+mod along;
+mod bars;
+mod flock;
 mod items;
 mod show;
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use anyhow::{Result, bail};
-use drover_agent::error::one_line;
+use anyhow::Result;
 use drover_agent::home::Home;
 use drover_agent::mounts::refuse_written;
-use drover_agent::profiles;
 use drover_agent::signals::Stop;
 use drover_agent::site;
 use drover_agent::site::find_peer;
-use drover_agent::text::{bytes, count};
-use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_net::RateLimit;
-use drover_store::Peer;
 use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 
@@ -26,22 +22,23 @@ use crate::cli::SendArgs;
 use crate::failure;
 pub use show::Show;
 
-/// How often the progress is sampled.
-const SAMPLE_EVERY: Duration = Duration::from_millis(100);
-
 /// Sends images.
 ///
 /// # Errors
 /// Usage errors of the names; else errors from the image, the link or the peer.
 pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
+    if args.together.flock.is_some() || args.together.flock_file.is_some() {
+        return flock::send(home, args).await;
+    }
+    if args.together.atomic || args.together.at_once.is_some() {
+        return Err(failure::usage(
+            "--atomic and --at-once are for a flock: give it a name with --flock, or name its file with --flock-file",
+        ));
+    }
     let (peer_name, items) = items::from_args(&args)?;
     let catalog = site::open_catalog(home)?;
     let peer = find_peer(&catalog, &peer_name)?;
-    if peer.addresses.is_empty() {
-        bail!(
-            "the address of {peer_name} is unknown: pair again with a ticket from {peer_name}: `drover pair --name {peer_name}`"
-        );
-    }
+    items::must_have_address(&peer)?;
     for item in &items {
         refuse_written(home, &item.path)?;
     }
@@ -87,7 +84,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     };
     let sending = drover_teleport::send(sent.items, options, events, counters, wire, stop.watch());
     tokio::pin!(sending);
-    let mut samples = tokio::time::interval(SAMPLE_EVERY);
+    let mut samples = tokio::time::interval(show::SAMPLE_EVERY);
     let sent = loop {
         tokio::select! {
             sent = &mut sending => break sent,
@@ -97,7 +94,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     match sent {
         Ok(reports) => {
             if !args.dry_run {
-                send_profiles(home, &peer_now, &delivered, &show).await;
+                along::send_profiles(home, &peer_now, &delivered, &show).await;
             }
             show.done(&reports)
         }
@@ -105,22 +102,5 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
             show.failed();
             Err(failure::of_sending(e, &peer_name))
         }
-    }
-}
-
-/// Gives the peer the profiles of the images, of those that have one. Without them the images are as good.
-async fn send_profiles(home: &Home, peer: &Peer, sent: &[(PathBuf, ImageName)], show: &Show) {
-    for (path, name) in sent {
-        let text = match profiles::send_along(home, peer, path, name).await {
-            Ok(None) => continue,
-            Ok(Some(put)) => format!(
-                "its profile was sent along: {}, {}",
-                bytes(put.blocks * BLOCK_SIZE_U64),
-                count(put.boots.into(), "boot")
-            ),
-            Err(e) => format!("its profile was not sent along: {}", one_line(&e)),
-        };
-        let path = path.clone();
-        show.event(SendEvent::Note { path, text });
     }
 }

@@ -2,6 +2,7 @@
 //! drive them.
 //!
 //! - [`send`] sends images; a [`Site`] receives them with its services [`Sessions`] and [`DataConnections`].
+//! - [`send_flock`] sends images as one job; the site also needs [`FlockSessions`].
 //! - [`open_teleporter`] and [`serve_teleporter`]: a teleporter that matches for other sites.
 //! - [`protocol`]: the messages and limits of a session; [`services`]: the other requests that a site answers;
 //!   [`progress`]: events and counters of a running send.
@@ -95,6 +96,7 @@ mod compress;
 mod destination;
 mod error;
 mod files;
+mod flock;
 mod frames;
 #[cfg(fuzzing)]
 pub mod fuzzing;
@@ -118,8 +120,15 @@ mod walk;
 pub use codec::Packing;
 pub use compress::{Effort, MAX_LEVEL, Pace, Packer, Passed, Unpacker};
 pub use error::TeleportError;
+pub use flock::{
+    FlockImage, FlockInfo, FlockRecord, FlockState, ImageBlocks, ImageState, MAX_FLOCK_IMAGES,
+    MAX_FLOCKS, MAX_PEER_FLOCKS, flocks,
+};
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
-pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, Snapshot, send};
+pub use session::{
+    DataConnections, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem, SendLane,
+    SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,
+};
 pub use site::{
     Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, OldCopies, OldCopy, Origin,
     Quota, RightsOf, SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use drover_core::Digest;
 use serde::Serialize;
 
-use crate::protocol::Matched;
+use crate::protocol::{Matched, Origins};
 use crate::stages::{DestinationTimes, SourceStages, SourceTimes};
 
 /// Bytes on the wire by kind, before encryption, including frame headers.
@@ -49,6 +49,10 @@ pub struct ImageReport {
     /// Blocks that were not read here, since the destination has an old copy of the disk with the same generations. Then
     /// the digest is only the destination's.
     pub unread_blocks: u64,
+    /// Where the matched blocks of an image of a flock came from.
+    pub origins: Option<Origins>,
+    /// Whether the image is complete at the destination, but gets its name only with the rest of its flock.
+    pub waits: bool,
     /// Matched blocks by cache.
     pub matched: Matched,
     /// Bytes on the wire by kind.

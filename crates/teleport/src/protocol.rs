@@ -41,6 +41,9 @@
 //! ignores those that an earlier session sent. After ACCEPT, batches are sent from
 //! `resume_batch`. There is no order between the two connections: a batch may arrive before its offer.
 //!
+//! A session may be of a flock ([`SendFlock`](crate::services::SendFlock)): several sessions of it may send images at once, and
+//! FLOCK_DELIVERED takes the place of DELIVERED.
+//!
 //! The byte layouts of the binary frames are in `docs/format/wire.md`.
 
 use drover_core::{Digest, ImageName};
@@ -116,6 +119,8 @@ pub mod kind {
     /// Before ACCEPT, after GENERATIONS: batches that the source need not read, since the destination has them in an old
     /// copy of the disk.
     pub const HAVE: u8 = 0x27;
+    /// A [`super::FlockDelivered`], in place of DELIVERED where the image is of a flock.
+    pub const FLOCK_DELIVERED: u8 = 0x2c;
     /// Destination to teleporter: a `teleporter::Event`.
     pub const MATCH: u8 = 0x30;
     /// Teleporter to destination: the answer to one MATCH.
@@ -211,6 +216,54 @@ pub struct Delivered {
     pub matched: Matched,
     /// Time per stage at the destination.
     pub stages: Box<DestinationTimes>,
+    /// Where the matched blocks of an image of a flock came from. Not part of DELIVERED.
+    #[serde(skip)]
+    pub origins: Option<Origins>,
+    /// Whether the image is complete, but waits for its name until the rest of its flock has arrived. Not part of DELIVERED.
+    #[serde(skip)]
+    pub waits: bool,
+}
+
+/// Where the matched blocks of an image of a flock came from, in blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Origins {
+    /// Repeated within the image.
+    pub own: u64,
+    /// From other images of the flock: they first came to the site with it.
+    pub flock: u64,
+    /// From what the site had before.
+    pub site: u64,
+}
+
+/// An image of a flock is delivered, or complete.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct FlockDelivered {
+    /// As of any other image.
+    pub delivered: Delivered,
+    /// Where its matched blocks came from.
+    pub origins: Origins,
+    /// Whether it has no name yet: it waits for the rest of its flock.
+    pub waits: bool,
+}
+
+impl From<FlockDelivered> for Delivered {
+    fn from(of_flock: FlockDelivered) -> Self {
+        Delivered {
+            origins: Some(of_flock.origins),
+            waits: of_flock.waits,
+            ..of_flock.delivered
+        }
+    }
+}
+
+impl From<Delivered> for FlockDelivered {
+    fn from(delivered: Delivered) -> Self {
+        FlockDelivered {
+            origins: delivered.origins.unwrap_or_default(),
+            waits: delivered.waits,
+            delivered,
+        }
+    }
 }
 
 /// Result of a dry run.

@@ -5,6 +5,7 @@ use drover_core::{Digest, ImageName};
 use drover_net::request;
 use serde::{Deserialize, Serialize};
 
+use crate::flock::FlockInfo;
 use crate::transfers::Unfinished;
 
 /// Opens a session to send images.
@@ -25,6 +26,60 @@ pub struct JoinSession {
     pub session: [u8; 16],
 }
 request!(JoinSession: "session.join", Send, () => ());
+
+/// Begins to send a flock, or to send it again. At most one flock of that name is sent by a site at once: an earlier one is
+/// replaced, and what came of it is resumed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenFlock {
+    /// The flock's name.
+    pub name: ImageName,
+    /// The number of this sending, chosen at random by the source.
+    pub id: [u8; 16],
+    /// Whether all of its images are delivered, or none.
+    pub atomic: bool,
+    /// Its images, in the order in which they are sent.
+    pub images: Vec<FlockItem>,
+}
+request!(OpenFlock: "flock.open", Send, () => ());
+
+/// An image of a flock.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlockItem {
+    /// Its name at the destination.
+    pub name: ImageName,
+    /// Its digest, if it is not sent because the destination has it.
+    pub unchanged: Option<Digest>,
+}
+
+/// Opens a session to send images of a flock; there may be several at once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SendFlock {
+    /// Number of images to be offered, at most.
+    pub images: u32,
+    /// As in [`OpenSession`].
+    pub session: [u8; 16],
+    /// The number of the flock, from [`OpenFlock`].
+    pub flock: [u8; 16],
+}
+request!(SendFlock: "flock.session", Send, () => ());
+
+/// Ends the sending of a flock. The images of an atomic one get their names now, if all have arrived. May be repeated: the
+/// reply is the same.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EndFlock {
+    /// The number of the flock.
+    pub id: [u8; 16],
+    /// The images that could not be sent, as places in [`OpenFlock::images`].
+    pub failed: Vec<u32>,
+    /// Why, for listings.
+    pub why: String,
+}
+request!(EndFlock: "flock.end", Send, () => FlockInfo);
+
+/// Lists the flocks that peers send or have sent, one a message; a peer sees its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListFlocks;
+request!(ListFlocks: "flock.list", List, Vec<FlockInfo> => ());
 
 /// Has the callee serve as this destination's teleporter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

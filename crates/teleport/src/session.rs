@@ -3,6 +3,7 @@
 
 mod activity;
 mod destination;
+mod flock;
 mod literals_in;
 mod literals_out;
 mod options;
@@ -18,9 +19,11 @@ use tokio::sync::watch;
 use crate::TeleportError;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
-pub use destination::{DataConnections, Sessions};
+pub use destination::{DataConnections, FlockSessions, Sessions};
+pub use flock::{FlockOrder, FlockSent, SendLane, send_flock};
 pub use options::{OnEvent, SendItem, SendOptions, Snapshot};
 pub(crate) use shared::SessionShared;
+pub use source::source_stamp;
 
 /// Sends images one after the other in one session; reconnects and resumes when the connection breaks. Must run on a
 /// tokio runtime. `counters` are those of the image being sent; `wire` counts bytes on the sockets. Setting `stop`
@@ -46,12 +49,23 @@ pub async fn send(
         wire,
         stop.clone(),
     );
+    run(&mut sender, &options, &on_event, &stop).await?;
+    sender.into_reports()
+}
+
+/// Runs a sender until all of its images are delivered or given up.
+async fn run(
+    sender: &mut source::Sender,
+    options: &SendOptions,
+    on_event: &OnEvent,
+    stop: &watch::Receiver<bool>,
+) -> Result<(), TeleportError> {
     let mut backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(20));
     let mut progress_at = std::time::Instant::now();
     loop {
         let before = sender.progress();
         let error = match sender.run().await {
-            Ok(()) => return sender.into_reports(),
+            Ok(()) => return Ok(()),
             Err(e) => e,
         };
         if *stop.borrow() {
@@ -60,7 +74,7 @@ pub async fn send(
         if sender.skips(&error) {
             sender.skip(error);
             if sender.is_over() {
-                return sender.into_reports();
+                return Ok(());
             }
             // The image is skipped; the next session starts with a fresh timeout and backoff.
             progress_at = std::time::Instant::now();

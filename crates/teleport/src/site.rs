@@ -3,6 +3,7 @@
 mod adopt;
 mod arrived;
 mod catch_up;
+mod flocks;
 mod give_way;
 mod old_copies;
 mod open;
@@ -32,6 +33,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
 use crate::active::Active;
+use crate::flock::live::Flocks;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
 use crate::protocol::Delivered;
@@ -104,6 +106,7 @@ pub struct Site {
     pub(crate) matched: Arc<Matched>,
     pub(crate) active: Arc<Active>,
     pub(crate) sessions: Mutex<HashMap<[u8; 16], Arc<SessionShared>>>,
+    pub(crate) flocks: Flocks,
     pub(crate) session_opened: tokio::sync::Notify,
     pub(crate) totals: Totals,
     closing: AtomicBool,

@@ -483,6 +483,30 @@ pub fn reopen_closed(dir: &Path, disk: &Arc<dyn Disk>) -> Result<(), TeleportErr
     }
 }
 
+/// Logs in `dir` that the file of that image is complete, durably; nothing if the log is of another image, or says so already.
+///
+/// # Errors
+/// When the log cannot be read or written.
+pub fn close(
+    dir: &Path,
+    image: u64,
+    closing: &Closing,
+    disk: &Arc<dyn Disk>,
+) -> Result<(), TeleportError> {
+    let path = dir.join("log");
+    let Some(mut reader) = open_if_there(&path)? else {
+        return Ok(());
+    };
+    if read_opening(&mut reader).is_none_or(|opening| opening.image != image)
+        || reader.any(|record| record.kind == RecordKind::Closing)
+    {
+        return Ok(());
+    }
+    let mut log = Log::reopen(&path, reader.valid_bytes(), disk)?;
+    log.append(RecordKind::Closing, &drover_net::encode(closing))?;
+    log.sync()
+}
+
 /// Reads the batches of a transfer's log until `each` returns `false`.
 ///
 /// # Errors

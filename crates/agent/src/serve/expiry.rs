@@ -1,4 +1,4 @@
-//! Removes abandoned transfers, of all domains.
+//! Removes abandoned transfers, and what is known of old flocks, of all domains.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,7 +50,10 @@ async fn expire_in(server: &Arc<Server>, name: &str, after: Duration) -> Result<
     }
     let domain = InDomain(Arc::clone(server)).of(name).await;
     let domain = domain.map_err(Error::Refused)?;
-    let expire = move || domain.site.expire_transfers(after);
+    let expire = move || {
+        domain.site.expire_flocks(after)?;
+        domain.site.expire_transfers(after)
+    };
     for transfer in tokio::task::spawn_blocking(expire).await?? {
         tracing::info!(
             image = transfer.name,
@@ -65,7 +68,11 @@ fn has_expired(home: &Home, after: Duration) -> Result<bool> {
     let after = i64::try_from(after.as_secs()).unwrap_or(i64::MAX);
     let oldest = now_unix().saturating_sub(after);
     let transfers = drover_teleport::unfinished(&home.work_dir())?;
+    let flocks = drover_teleport::flocks(&home.work_dir())?;
     Ok(transfers
         .iter()
-        .any(|transfer| transfer.touched_unix < oldest))
+        .any(|transfer| transfer.touched_unix < oldest)
+        || flocks
+            .iter()
+            .any(|flock| flock.record.touched_unix < oldest))
 }

@@ -8,7 +8,7 @@ use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
 use drover_teleport::services::{BeginMatching, BeginMatchingFor};
-use drover_teleport::{DataConnections, Sessions};
+use drover_teleport::{DataConnections, FlockSessions, Sessions};
 
 use super::audited::Told;
 use super::in_domain::{Conversation, InDomain};
@@ -80,6 +80,10 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
         Sessions(Arc::clone(&domain.site))
     });
     services.add(Counted(Arc::clone(server), sessions));
+    let of_flocks = Conversation::<of_teleport::SendFlock, _>::new(server, |domain| {
+        FlockSessions(Arc::clone(&domain.site))
+    });
+    services.add(Counted(Arc::clone(server), of_flocks));
     services.add(Conversation::<of_teleport::JoinSession, _>::new(
         server,
         |domain| DataConnections(Arc::clone(&domain.site)),
@@ -93,6 +97,9 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<of_teleport::ListTransfers>(site.clone());
     services.handle::<of_teleport::PutProfile>(site.clone());
     services.handle::<of_teleport::GetProfile>(site.clone());
+    services.handle::<of_teleport::OpenFlock>(site.clone());
+    services.handle::<of_teleport::EndFlock>(site.clone());
+    services.handle::<of_teleport::ListFlocks>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
     services.handle::<drover_mount::protocol::LookAtLease>(site.clone());
     services.handle::<drover_mount::protocol::HandOverLease>(site.clone());

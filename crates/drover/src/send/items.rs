@@ -3,11 +3,12 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use drover_agent::images::new_name;
 use drover_agent::text::{bytes, clean, some};
 use drover_core::ImageName;
 use drover_image::{Conversion, Part, named_files, open_for_sending, parts};
+use drover_store::Peer;
 use drover_teleport::SendItem;
 
 use crate::cli::{Format, SendArgs};
@@ -64,6 +65,20 @@ pub fn from_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
         )));
     }
     Ok((peer.to_owned(), items))
+}
+
+/// Fails if a peer cannot be reached.
+///
+/// # Errors
+/// With the way out.
+pub fn must_have_address(peer: &Peer) -> Result<()> {
+    let name = &peer.name;
+    if peer.addresses.is_empty() {
+        bail!(
+            "the address of {name} is unknown: pair again with a ticket from {name}: `drover pair --name {name}`"
+        );
+    }
+    Ok(())
 }
 
 /// What goes to the peer.
@@ -163,7 +178,7 @@ fn add_part(
 }
 
 /// A file's name as the name of an image.
-fn name_of(path: &Path) -> Result<ImageName, String> {
+pub fn name_of(path: &Path) -> Result<ImageName, String> {
     let shown = clean(&path.display().to_string());
     let name = path
         .file_name()

@@ -13,7 +13,11 @@ use drover_teleport::protocol::BATCH_BLOCKS;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
+use super::bars::Bars;
 use crate::out;
+
+/// How often the progress is sampled.
+pub const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 
 /// Interval of progress events with `--json`.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
@@ -30,13 +34,16 @@ pub struct Show {
     dry_run: bool,
     peer: String,
     counters: Arc<Counters>,
-    wire: Arc<WireTotals>,
+    /// Bytes on the sockets; of one of several that send images, none: they share them.
+    wire: Option<Arc<WireTotals>>,
     progress: Mutex<Progress>,
 }
 
 enum Mode {
     Json,
     Bar(ProgressBar),
+    /// One of several that send images of a flock, on a terminal.
+    Bars(Arc<Bars>),
     Lines,
 }
 
@@ -113,8 +120,41 @@ impl Show {
             dry_run,
             peer,
             counters,
-            wire,
+            wire: Some(wire),
             progress: Mutex::default(),
+        }
+    }
+
+    /// Shows one of several that send images of a flock, with `bars` if there is a terminal.
+    pub fn of_flock(
+        json: bool,
+        bars: Option<Arc<Bars>>,
+        peer: String,
+        counters: Arc<Counters>,
+    ) -> Show {
+        let mode = match bars {
+            _ if json => Mode::Json,
+            Some(bars) => Mode::Bars(bars),
+            None => Mode::Lines,
+        };
+        Show {
+            mode,
+            dry_run: false,
+            peer,
+            counters,
+            wire: None,
+            progress: Mutex::default(),
+        }
+    }
+
+    /// Bytes sent and received; for one of several, of the image that it sends, before encryption.
+    fn wire_bytes(&self) -> (u64, u64) {
+        match &self.wire {
+            Some(wire) => (wire.sent(), wire.received()),
+            None => {
+                let wire = self.counters.wire();
+                (wire.data + wire.digests + wire.header, wire.plan)
+            }
         }
     }
 
@@ -167,13 +207,23 @@ impl Show {
                 self.progress().image = None;
                 let mut line = of_report(&report);
                 line["event"] = "delivered".into();
+                let (done, then) = match report.waits {
+                    true => ("complete", ", waits for the rest of the flock"),
+                    false => ("delivered", ""),
+                };
+                if let Mode::Bars(bars) = &self.mode {
+                    bars.ended(&report.name, done);
+                }
                 self.print(line, || {
-                    format!("{}: delivered, digest {}", report.name, report.digest)
+                    format!("{}: {done}, digest {}{then}", report.name, report.digest)
                 });
                 self.progress().delivered.push(*report);
             }
             SendEvent::Failed { name, error } => {
                 self.progress().image = None;
+                if let Mode::Bars(bars) = &self.mode {
+                    bars.ended(&name, "failed");
+                }
                 self.print(
                     json!({"event": "failed", "name": name, "message": clean(&error)}),
                     || format!("{name}: not delivered: {error}"),
@@ -220,7 +270,7 @@ impl Show {
             ..
         } = &mut *progress;
         let Some(image) = image else { return };
-        let sent = self.wire.sent();
+        let sent = self.wire_bytes().0;
         wire.push((at, sent));
         wire.retain(|(then, _)| at.duration_since(*then) <= RATE_PERIOD);
         let done = Counters::get(&self.counters.done_blocks);
@@ -230,7 +280,7 @@ impl Show {
         let every = match self.mode {
             Mode::Json => JSON_INTERVAL,
             Mode::Lines => LINE_INTERVAL,
-            Mode::Bar(_) => Duration::ZERO,
+            Mode::Bar(_) | Mode::Bars(_) => Duration::ZERO,
         };
         if shown.is_some_and(|then| at.duration_since(then) < every) {
             return;
@@ -256,9 +306,10 @@ impl Show {
         let answered = Counters::get(&c.answered_blocks);
         let matched = Counters::get(&c.matched_blocks);
         let of_file = |blocks| part_of(image.size_bytes, blocks, image.walk_blocks);
+        let (total_sent, total_received) = self.wire_bytes();
         let rate = match (wire.first(), wire.last()) {
             (Some(first), Some(last)) if last.0 > first.0 => {
-                ((last.1 - first.1) as f64 / (last.0 - first.0).as_secs_f64()) as u64
+                (last.1.saturating_sub(first.1) as f64 / (last.0 - first.0).as_secs_f64()) as u64
             }
             _ => 0,
         };
@@ -267,8 +318,8 @@ impl Show {
             walked: of_file(walked),
             total: image.size_bytes,
             done: of_file(done),
-            sent: self.wire.sent(),
-            received: self.wire.received(),
+            sent: total_sent,
+            received: total_received,
             rate,
             matched: matched * BLOCK_SIZE_U64,
             matched_share: (answered > 0).then(|| matched as f64 / answered as f64),
@@ -312,6 +363,14 @@ impl Show {
                     bytes(sample.total),
                     bytes(sample.sent)
                 ));
+            }
+            Mode::Bars(bars) => {
+                let message = format!(
+                    "{}/{}, matched {matched}, {left}",
+                    bytes(sample.done),
+                    bytes(sample.total)
+                );
+                bars.at(&sample.name, sample.done, sample.total, message);
             }
             Mode::Lines => out::note(&format!(
                 "{}: {percent}% of {}, sent {}{rate}, matched {matched}, {left}",
@@ -376,6 +435,7 @@ impl Show {
         match &self.mode {
             Mode::Json => emit(&json),
             Mode::Bar(bar) => bar.suspend(|| out::note(&clean(&text()))),
+            Mode::Bars(bars) => bars.suspend(|| out::note(&clean(&text()))),
             Mode::Lines => out::note(&clean(&text())),
         }
     }
@@ -393,8 +453,8 @@ fn emit(value: &Value) {
 }
 
 /// A report as JSON, in the documented order.
-fn of_report(r: &ImageReport) -> Value {
-    json!({
+pub fn of_report(r: &ImageReport) -> Value {
+    let mut report = json!({
         "name": r.name,
         "digest": r.digest.to_string(),
         "size_bytes": r.size_bytes,
@@ -412,7 +472,14 @@ fn of_report(r: &ImageReport) -> Value {
             "source": of_stages(&r.stages.source.named()),
             "destination": of_stages(&r.stages.destination.named()),
         },
-    })
+    });
+    if let Some(origins) = &r.origins {
+        report["own_blocks"] = origins.own.into();
+        report["flock_blocks"] = origins.flock.into();
+        report["site_blocks"] = origins.site.into();
+        report["waits"] = r.waits.into();
+    }
+    report
 }
 
 /// The stages of one side as JSON, with times in seconds.
@@ -521,6 +588,8 @@ mod tests {
             zero_blocks: 48,
             resumed_blocks: 0,
             unread_blocks: 0,
+            origins: None,
+            waits: false,
             matched: Default::default(),
             wire: Default::default(),
             seconds: 1.23456,

@@ -36,8 +36,9 @@ use drover_net::{
 use drover_store::lease::MountId;
 use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
-    BeginMatching, BeginMatchingFor, GetProfile, IndexImage, JoinSession, ListImages,
-    ListTransfers, OpenSession, PutProfile, RemoveImage, RemoveTransfer, ShareImage, VerifyImage,
+    BeginMatching, BeginMatchingFor, EndFlock, GetProfile, IndexImage, JoinSession, ListFlocks,
+    ListImages, ListTransfers, OpenFlock, OpenSession, PutProfile, RemoveImage, RemoveTransfer,
+    SendFlock, ShareImage, VerifyImage,
 };
 
 use crate::world::{Site, World};
@@ -127,6 +128,23 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&JoinSession { session }),
         encode_call(&ListImages),
         encode_call(&VerifyImage { name: of() }),
+        encode_call(&OpenFlock {
+            name: of(),
+            id: session,
+            atomic: true,
+            images: Vec::new(),
+        }),
+        encode_call(&SendFlock {
+            images: 1,
+            session,
+            flock: session,
+        }),
+        encode_call(&EndFlock {
+            id: session,
+            failed: Vec::new(),
+            why: String::new(),
+        }),
+        encode_call(&ListFlocks),
         encode_call(&ListTransfers),
         encode_call(&RemoveTransfer { key }),
         encode_call(&RemoveImage {

@@ -5,6 +5,7 @@ mod audit;
 mod basics;
 mod changes;
 mod damage;
+mod flock;
 mod full;
 mod hostile;
 mod hostile_users;

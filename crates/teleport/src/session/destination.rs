@@ -6,6 +6,7 @@ mod data;
 mod driver;
 mod estimate;
 mod event;
+mod flock;
 mod images;
 mod matching;
 mod prepare;
@@ -22,9 +23,10 @@ use tokio::sync::mpsc;
 use self::control::{Frames, Session};
 use super::SessionShared;
 use crate::TeleportError;
+use crate::flock::live::FlockSession;
 use crate::frames::{CLOSE_LIMIT, FRAME_QUEUE, read_frames, write_frames};
 use crate::protocol::{LAYOUT_PART_BYTES, MAX_SESSION_IMAGES};
-use crate::services::OpenSession;
+use crate::services::{OpenSession, SendFlock};
 use crate::site::Site;
 
 pub use data::DataConnections;
@@ -59,28 +61,64 @@ impl Service for Sessions {
     }
 
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
-        Box::pin(async move { Ok(self.0.session(peer, call).await?) })
+        Box::pin(async move {
+            let request: OpenSession = call.request()?;
+            let session = self.0.session::<OpenSession>(peer, call, request, None);
+            Ok(session.await?)
+        })
+    }
+}
+
+/// Receives the images of a session of a flock ([`SendFlock`]), as [`Sessions`] does.
+pub struct FlockSessions(pub Arc<Site>);
+
+impl Service for FlockSessions {
+    fn id(&self) -> &'static str {
+        SendFlock::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        SendFlock::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let SendFlock {
+                images,
+                session,
+                flock,
+            } = call.request()?;
+            let Some(flock) = self.0.flock_of(&peer.key, &flock) else {
+                let text = "the site knows of no such flock from you, or it is over; send it again";
+                return Ok(call.refuse(&Refusal::new(Code::NotFound, text)).await?);
+            };
+            let request = OpenSession { images, session };
+            let of = Some(flock.session());
+            let session = self.0.session::<SendFlock>(peer, call, request, of);
+            Ok(session.await?)
+        })
     }
 }
 
 impl Site {
-    async fn session(
+    async fn session<R: Request<Reply = ()>>(
         self: &Arc<Self>,
         peer: Peer,
         mut call: IncomingCall,
+        request: OpenSession,
+        flock: Option<FlockSession>,
     ) -> Result<(), TeleportError> {
-        let request: OpenSession = call.request()?;
         let (images, began) = (request.images, std::time::Instant::now());
         call.reader.set_max_frame(LAYOUT_PART_BYTES);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         let (to, first_data) = mpsc::channel(FRAME_QUEUE);
         let number = self.active.number();
-        let shared = Arc::new(SessionShared::new(peer, number, to));
+        let shared = Arc::new(SessionShared::new(peer, number, to, flock));
         let _registered = match self.register(shared.clone(), request) {
             Ok(registered) => registered,
             Err(refusal) => return Ok(call.refuse(&refusal).await?),
         };
-        call.accept::<OpenSession>(&()).await?;
+        call.accept::<R>(&()).await?;
         tracing::info!(peer = shared.peer_name, images, "session opened");
         let opened = Arc::clone(&shared);
         let IncomingCall {

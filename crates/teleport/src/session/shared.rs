@@ -9,6 +9,7 @@ use tokio::sync::{mpsc, watch};
 
 use super::activity::Activity;
 use super::literals_in::Incoming;
+use crate::flock::live::{Flock, FlockSession};
 use crate::site::TransferStatus;
 use crate::stages::DestinationStages;
 
@@ -29,6 +30,8 @@ pub struct SessionShared {
     pub ended: watch::Sender<bool>,
     /// Tells whether anything moves.
     pub activity: Arc<Activity>,
+    /// The flock whose images it sends.
+    pub flock: Option<FlockSession>,
 }
 
 /// The current transfer of a session.
@@ -40,8 +43,13 @@ pub struct Progress {
 }
 
 impl SessionShared {
-    /// State of a newly opened session.
-    pub fn new(peer: Peer, number: u64, frames: mpsc::Sender<Frame>) -> Self {
+    /// State of a newly opened session, perhaps of a flock.
+    pub fn new(
+        peer: Peer,
+        number: u64,
+        frames: mpsc::Sender<Frame>,
+        flock: Option<FlockSession>,
+    ) -> Self {
         SessionShared {
             peer: peer.key,
             peer_name: peer.name,
@@ -53,7 +61,13 @@ impl SessionShared {
             frames,
             ended: watch::Sender::new(false),
             activity: Arc::default(),
+            flock,
         }
+    }
+
+    /// The flock whose images it sends.
+    pub fn flock(&self) -> Option<&Arc<Flock>> {
+        self.flock.as_ref().map(|session| &session.0)
     }
 
     /// Whether this session belongs to `peer`.

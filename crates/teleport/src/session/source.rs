@@ -3,6 +3,7 @@
 
 mod control;
 mod estimate;
+mod lane;
 mod pool;
 mod reading;
 mod tally;
@@ -11,13 +12,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use drover_image::Outgoing;
-use drover_net::service::open;
+use drover_net::service::{Request, open};
 use drover_net::{Code, Frame, FrameWriter, KeepAlive, Refusal, Role, decode, encode, random_id};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use self::control::{Control, Frames, broken};
+pub use self::lane::Lane;
 use self::pool::{DataPool, Wait};
+pub use self::reading::source_stamp;
 use self::reading::{Begun, Walked};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
@@ -26,9 +29,10 @@ use crate::codec::{Have, Need};
 use crate::frames::{CLOSE_LIMIT, frame_bytes, read_frames_after, write_frames};
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
-    Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer, kind,
+    Delivered, End, Estimate, FlockDelivered, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer,
+    kind,
 };
-use crate::services::OpenSession;
+use crate::services::{OpenSession, SendFlock};
 use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::walk::{check_unchanged, read_image};
 
@@ -54,6 +58,8 @@ pub struct Sender {
     progress: u64,
     /// Blocks of the current image that were not read, in this session.
     unread_blocks: u64,
+    /// The flock whose images it sends.
+    lane: Option<Lane>,
 }
 
 impl Sender {
@@ -81,6 +87,7 @@ impl Sender {
             connected: false,
             progress: 0,
             unread_blocks: 0,
+            lane: None,
         }
     }
 
@@ -109,7 +116,11 @@ impl Sender {
             | TeleportError::File { .. } => true,
             _ => false,
         };
-        of_image && self.items.len() > 1 && !self.is_over()
+        let others = match &self.lane {
+            Some(lane) => lane.goes_on,
+            None => self.items.len() > 1,
+        };
+        of_image && others && self.done < self.items.len()
     }
 
     /// Gives up the current image.
@@ -138,7 +149,8 @@ impl Sender {
 
     /// Whether every image was delivered or given up.
     pub fn is_over(&self) -> bool {
-        self.done >= self.items.len()
+        let waiting = self.lane.as_ref().map_or(0, Lane::waiting);
+        self.done >= self.items.len() && waiting == 0
     }
 
     /// Reports of the delivered images.
@@ -158,10 +170,26 @@ impl Sender {
         }
     }
 
+    /// Makes it send images of a flock.
+    pub fn in_lane(&mut self, lane: Lane) {
+        self.lane = Some(lane);
+    }
+
+    /// The image that it was sending when it ended.
+    pub fn current(&self) -> Option<String> {
+        Some(self.items.get(self.done)?.name.to_string())
+    }
+
+    /// Reports of the images that are complete, and the images that were given up with the reasons.
+    pub fn into_parts(self) -> (Vec<ImageReport>, Vec<(String, TeleportError)>) {
+        (self.reports, self.failed)
+    }
+
     /// Runs one session: connects and sends the remaining images.
     pub async fn run(&mut self) -> Result<(), TeleportError> {
         self.open = false;
-        let images = (self.items.len() - self.done) as u32;
+        let waiting = self.lane.as_ref().map_or(0, Lane::waiting);
+        let images = (self.items.len() - self.done + waiting) as u32;
         let session = random_id();
         let pool = DataPool::start(
             session,
@@ -171,7 +199,19 @@ impl Sender {
         );
         // The first image is opened and read while the connections are made.
         let first = self.begin();
-        let (frames, writer) = match self.dial(OpenSession { images, session }).await {
+        let dialled = match &self.lane {
+            None => self.dial(OpenSession { images, session }).await,
+            Some(lane) => {
+                let flock = lane.flock;
+                let request = SendFlock {
+                    images,
+                    session,
+                    flock,
+                };
+                self.dial(request).await
+            }
+        };
+        let (frames, writer) = match dialled {
             Ok(dialled) => dialled,
             Err(e) => {
                 pool.close(Wait::ForPeer).await;
@@ -209,7 +249,10 @@ impl Sender {
     }
 
     /// Opens a connection with `request` as the first request; nothing has been received yet.
-    async fn dial(&mut self, request: OpenSession) -> Result<(Frames, FrameWriter), TeleportError> {
+    async fn dial(
+        &mut self,
+        request: impl Request<Reply = ()>,
+    ) -> Result<(Frames, FrameWriter), TeleportError> {
         let connection = self.options.connect(&self.wire).await?;
         self.connected = true;
         let (mut reader, mut writer) = connection.split();
@@ -222,7 +265,10 @@ impl Sender {
     }
 
     /// Opens the next image, if any, and starts to read it.
-    fn begin(&self) -> Option<JoinHandle<Result<Begun, TeleportError>>> {
+    fn begin(&mut self) -> Option<JoinHandle<Result<Begun, TeleportError>>> {
+        if self.done == self.items.len() {
+            self.items.extend(self.lane.as_ref().and_then(Lane::next));
+        }
         let item = self.items.get(self.done)?.clone();
         // A destination that accepted it earlier already has some batches, which need not be sent again.
         let ahead = match self.started {
@@ -492,7 +538,12 @@ impl Sender {
                     })?,
                 )
             }
-            kind::DELIVERED => Event::Delivered(decode::<Delivered>(&frame.payload)?),
+            kind::DELIVERED if self.lane.is_none() => {
+                Event::Delivered(decode::<Delivered>(&frame.payload)?)
+            }
+            kind::FLOCK_DELIVERED if self.lane.is_some() => {
+                Event::Delivered(decode::<FlockDelivered>(&frame.payload)?.into())
+            }
             kind::ESTIMATE => return Ok(Heard::Estimate(decode(&frame.payload)?)),
             other => {
                 return Err(TeleportError::Protocol(format!(
@@ -524,6 +575,8 @@ impl Sender {
             zero_blocks: delivered.zero_blocks,
             resumed_blocks: delivered.resumed_blocks,
             unread_blocks: self.unread_blocks,
+            origins: delivered.origins,
+            waits: delivered.waits,
             matched: delivered.matched,
             wire: self.counters.wire(),
             seconds: start.elapsed().as_secs_f64(),

@@ -12,9 +12,10 @@ use drover_store::sequences::Sequences;
 use drover_store::{Catalog, Images};
 use parking_lot::{Mutex, RwLock};
 
-use super::{Callbacks, Site, SiteConfig, Totals, catch_up, recover, shared};
+use super::{Callbacks, Site, SiteConfig, Totals, catch_up, flocks, recover, shared};
 use crate::TeleportError;
 use crate::files::remove_dir;
+use crate::flock::live::Flocks;
 use crate::matching::{Matching, handle, open_teleporter};
 use crate::partials::Partials;
 use crate::teleporter::{Event, ImageEvent};
@@ -63,6 +64,7 @@ impl Site {
         }
         let partials = Arc::<Partials>::default();
         let transfers = config.work_dir.join("transfers");
+        let flocks = flocks::flocks_found(&config.work_dir, &config.disk, &mut repairs)?;
         let whole = recover::transfers_found(&transfers, &partials, &mut repairs)?;
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
         let maps = config.state_dir.join("maps");
@@ -88,6 +90,7 @@ impl Site {
             matched: Arc::default(),
             active: Arc::default(),
             sessions: Mutex::default(),
+            flocks: Flocks::of(flocks),
             session_opened: tokio::sync::Notify::new(),
             totals: Totals::default(),
             closing: AtomicBool::new(false),
@@ -108,6 +111,7 @@ impl Site {
         });
         remove_dir(&site.links_dir());
         site.recover(whole, &mut repairs);
+        site.recover_flocks(&mut repairs);
         site.remove_stray_hash_files();
         site.report_lost_indexes(&mut repairs);
         let copier = shared::start_copier(&site, wakes);

@@ -116,6 +116,7 @@ impl Site {
         for store in &plan.stores {
             self.sequences
                 .add(own, *store, found_at(own, base, plan, store));
+            self.flocks.stored(own, store);
         }
     }
 

@@ -99,6 +99,12 @@ impl Home {
         }
     }
 
+    /// Delivers an image.
+    pub(crate) fn deliver(&self, sample: &Sample) {
+        self.arrive(sample, Until::Rename);
+        self.open();
+    }
+
     /// Brings a transfer to the point where its file is complete and `until` is the next step.
     fn arrive(&self, sample: &Sample, until: Until) {
         let (site, _) = self.open();

@@ -31,6 +31,8 @@ pub enum SendStep {
     Begun,
     /// It was delivered.
     Delivered,
+    /// It is complete, and waits for the other images of its flock.
+    Arrived,
     /// The site had it already: it was compared with the image of that name.
     Unchanged,
     /// It was a dry run: the source was told what it would have to send.

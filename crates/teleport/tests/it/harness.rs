@@ -8,12 +8,13 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
-use drover_net::service::{IncomingCall, Peer, Services};
+use drover_net::service::{Exchange, Handler, IncomingCall, Peer, Services};
 use drover_net::{Code, Identity, Listener, Refusal, Right, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
-use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, send};
-use drover_teleport::{Site, SiteConfig, Supplies, TeleportError};
+use drover_teleport::services::{EndFlock, OpenFlock};
+use drover_teleport::{DataConnections, FlockSessions, SendItem, SendOptions, Sessions, send};
+use drover_teleport::{FlockInfo, Site, SiteConfig, Supplies, TeleportError};
 use tokio::sync::watch;
 
 /// A catalog that forgets with the process.
@@ -134,10 +135,37 @@ impl TestSite {
     }
 }
 
+struct OfFlocks(Arc<Site>);
+
+impl Handler<OpenFlock> for OfFlocks {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        order: OpenFlock,
+        _: &mut Exchange<'_, OpenFlock>,
+    ) -> Result<(), Refusal> {
+        Ok(self.0.open_flock(&peer.key, &peer.name, order)?)
+    }
+}
+
+impl Handler<EndFlock> for OfFlocks {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        end: EndFlock,
+        _: &mut Exchange<'_, EndFlock>,
+    ) -> Result<FlockInfo, Refusal> {
+        Ok(self.0.end_flock(&peer.key, &end)?)
+    }
+}
+
 async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>) {
     let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
     services.add(Sessions(site.clone()));
-    services.add(DataConnections(site));
+    services.add(DataConnections(site.clone()));
+    services.add(FlockSessions(site.clone()));
+    services.handle::<OpenFlock>(OfFlocks(site.clone()));
+    services.handle::<EndFlock>(OfFlocks(site));
     let services = Arc::new(services);
     loop {
         let Ok(pending) = listener.accept().await else {

@@ -3,6 +3,7 @@
 mod accidents;
 mod crowd;
 mod damage;
+mod flock;
 mod harness;
 mod hostile;
 mod lone_room;

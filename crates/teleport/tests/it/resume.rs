@@ -459,6 +459,8 @@ async fn a_session_that_takes_over_goes_on_matching() {
 async fn a_send_does_not_read_what_others_left() {
     let dir = tempfile::tempdir().unwrap();
     let there = TestSite::start(&dir.path().join("there")).await;
+    // Which looks at what was left.
+    caught_up(&there).await;
     let left = there.dir.join("work/transfers/left");
     std::fs::create_dir(&left).unwrap();
     let log = left.join("log");

@@ -19,11 +19,12 @@ use super::event::DriverEvent;
 use super::prepare::{Prepared, check_quotas, check_room};
 use super::reuse::{self, Job, Work};
 use super::taken::Known;
-use super::waits;
+use super::{flock, waits};
 use crate::TeleportError;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, ReuseJob, Run};
-use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
+use crate::flock::ImageState;
+use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, Origins, kind};
 use crate::session::literals_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
@@ -57,6 +58,7 @@ pub fn drive(
         workers,
         out,
         comparing: HashMap::new(),
+        origins: Origins::default(),
         finish: None,
         lap: Lap::start(),
     };
@@ -64,7 +66,10 @@ pub fn drive(
     // Unblocks workers that are sending an event.
     events.close();
     let Driver {
-        prepared, workers, ..
+        prepared,
+        workers,
+        origins,
+        ..
     } = driver;
     workers.stop();
     if let Err(e @ TeleportError::NotAnnounced(_)) = result {
@@ -74,7 +79,7 @@ pub fn drive(
     match result? {
         Ended::Whole(digest) => {
             prepared.incoming.activity.deliver(true);
-            deliver(site, prepared, digest).map(Some)
+            deliver(site, prepared, origins, digest).map(Some)
         }
         Ended::GivenUp(give_up) => {
             tracing::info!(
@@ -137,10 +142,10 @@ impl Workers {
                 )?;
             }
             let (site, image) = (site.clone(), prepared.incoming.clone());
-            let ready = jobs.clone();
+            let (ready, flock) = (jobs.clone(), prepared.flock.clone());
             spawn(
                 "await",
-                Box::new(move || waits::work(&site, &image, &waiting, &ready)),
+                Box::new(move || waits::work(&site, &image, flock.as_deref(), &waiting, &ready)),
             )?;
             let transfer = &prepared.transfer;
             let files = [
@@ -206,6 +211,8 @@ struct Driver<'a> {
     out: &'a mpsc::Sender<Frame>,
     /// Batches that are being matched and compared; the first result waits here for the other.
     comparing: HashMap<u64, Half>,
+    /// Where reused blocks of an image of a flock came from.
+    origins: Origins,
     finish: Option<Option<Digest>>,
     lap: Lap,
 }
@@ -265,12 +272,13 @@ impl Driver<'_> {
     }
 
     /// Updates what other transfers can see before the state machine handles the event.
-    fn note(&self, event: &Event) {
+    fn note(&mut self, event: &Event) {
         match event {
             Event::Written(runs) => self.prepared.transit.written(runs.blocks()),
             Event::Reused { job, failed } => {
                 self.heal(job, failed);
                 self.site.refute(job, failed);
+                self.count_origins(job, failed);
                 let places: Vec<u64> = job.batch.data.iter().collect();
                 let good = job
                     .runs
@@ -282,6 +290,22 @@ impl Driver<'_> {
                 self.prepared.transit.written(good.map(|i| first + i));
             }
             _ => {}
+        }
+    }
+
+    /// Counts where the reused blocks of an image of a flock came from.
+    fn count_origins(&mut self, job: &ReuseJob, failed: &[u32]) {
+        let Some(flock) = &self.prepared.flock else {
+            return;
+        };
+        let image = self.prepared.transfer.image();
+        let before = self.prepared.machine.map().first_data_of(job.batch.index);
+        for (start, run) in &job.runs {
+            let of_run = *start..start + run.count;
+            let failed = failed.iter().filter(|i| of_run.contains(i));
+            let failed = failed.map(|i| before.0 + u64::from(*i));
+            let (first, count) = (before.0 + u64::from(*start), u64::from(run.count));
+            flock.reused(image, first, count, failed, &mut self.origins);
         }
     }
 
@@ -512,6 +536,7 @@ impl Driver<'_> {
 fn deliver(
     site: &Arc<Site>,
     mut prepared: Prepared,
+    origins: Origins,
     expected: Option<Digest>,
 ) -> Result<Delivered, TeleportError> {
     let (stages, mut lap) = (prepared.incoming.stages.clone(), Lap::start());
@@ -540,12 +565,16 @@ fn deliver(
     site.check_held(name, "it")?;
     site.check_sender(peer, site.images.by_name(name).as_ref())?;
     check_quotas(site, peer, offer)?;
+    if let Some(flock) = prepared.flock.clone().filter(|flock| flock.atomic) {
+        return flock::hold_back(site, prepared, &flock, origins, found);
+    }
     let Prepared {
         mut transfer,
         machine,
         hold,
         matcher,
         transit,
+        flock,
         ..
     } = prepared;
     let noted = matcher.finish();
@@ -571,16 +600,17 @@ fn deliver(
     tracing::debug!("delivered");
     lap.busy(&stages.deliver);
     drop(hold);
-    let counts = machine.counts();
-    let delivered = Delivered {
-        digest: found,
-        matched_blocks: counts.matched_blocks,
-        sent_blocks: counts.sent_blocks,
-        zero_blocks: counts.zero_blocks,
-        resumed_blocks: counts.resumed_blocks,
-        matched: counts.matched,
-        stages: Box::new(stages.times()),
-    };
+    let delivered = flock::delivered_of(&machine, found, stages);
     site.totals.delivered(&delivered);
-    Ok(delivered)
+    match flock {
+        None => Ok(delivered),
+        Some(flock) => {
+            let offer = &arrived.opening.offer;
+            let delivered = flock::with_origins(delivered, origins);
+            let (name, size) = (&offer.name, offer.file_bytes);
+            let state = ImageState::Delivered;
+            site.flock_image_done(&flock, name, size, state, &delivered)?;
+            Ok(delivered)
+        }
+    }
 }

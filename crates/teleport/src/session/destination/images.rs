@@ -149,7 +149,7 @@ impl Session {
         let done = match self.compare(&offer, &layout.encoded, frames).await? {
             Compared::Same(delivered) => {
                 event.what = SendStep::Unchanged;
-                self.send(kind::DELIVERED, encode(&delivered)).await
+                self.say_unchanged(&offer, *delivered).await
             }
             Compared::GivenUp => Ok(()),
             Compared::Differs(first) => {
@@ -209,8 +209,9 @@ impl Session {
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (sink, slot, name) = (events.clone(), offer.slot, offer.name.clone());
         let (stop, layout) = (self.stop.clone(), layout.encoded.clone());
+        let compared = begun.is_some();
         let prepared = tokio::task::spawn_blocking(move || {
-            prepare::prepare(&site, &shared, offer, &layout, sink, &stop)
+            prepare::prepare(&site, &shared, offer, &layout, sink, compared, &stop)
         });
         let mut prepared = match prepared.await.map_err(|_| stopped())? {
             Ok(prepared) => prepared,
@@ -261,8 +262,11 @@ impl Session {
         *self.shared.progress.write() = None;
         match ended? {
             Ok(Some(delivered)) => {
-                event.what = SendStep::Delivered;
-                self.send(kind::DELIVERED, encode(&delivered)).await
+                event.what = match delivered.waits {
+                    true => SendStep::Arrived,
+                    false => SendStep::Delivered,
+                };
+                self.say_delivered(delivered).await
             }
             Ok(None) => Ok(()),
             // The data connections may still carry its blocks: a new session starts clean.

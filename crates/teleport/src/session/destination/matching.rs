@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 use super::event::DriverEvent;
 use crate::codec::Batch;
 use crate::destination::Run;
+use crate::flock::live::Flock;
 use crate::matching::Link;
 use crate::protocol::WINDOW_BATCHES;
 use crate::site::{Matched, Site, Waiting};
@@ -36,7 +37,8 @@ pub struct MatchThread {
 }
 
 impl MatchThread {
-    /// Starts it for an image; plans go to `events`.
+    /// Starts it for an image; plans go to `events`. Of an image of a flock it is known whether what is recorded was at the
+    /// site before.
     ///
     /// # Errors
     /// When the system cannot create the thread.
@@ -45,6 +47,7 @@ impl MatchThread {
         image: ImageId,
         events: mpsc::Sender<DriverEvent>,
         stages: Arc<DestinationStages>,
+        flock: Option<(Arc<Flock>, bool)>,
     ) -> std::io::Result<Self> {
         // The window bounds the batches in it; restored ones are recorded as fast as they come.
         let (jobs, queue) = bounded(2 * WINDOW_BATCHES as usize);
@@ -63,6 +66,7 @@ impl MatchThread {
                     waiting: Default::default(),
                     events,
                     stages,
+                    flock,
                     lap: Lap::start(),
                 }
                 .run(&queue)
@@ -149,6 +153,8 @@ struct Matcher {
     looked_up: Option<Vec<Run>>,
     events: mpsc::Sender<DriverEvent>,
     stages: Arc<DestinationStages>,
+    /// The flock that the image is of, and whether the site had what is recorded.
+    flock: Option<(Arc<Flock>, bool)>,
     lap: Lap,
 }
 
@@ -199,12 +205,17 @@ impl Matcher {
             base,
             _waiting,
         }));
+        if let (Some((flock, had)), Event::Record(_, batch)) = (&self.flock, &event) {
+            let count = batch.digests.len() as u64;
+            flock.recorded(self.image, base, count, *had);
+        }
         let (site, image) = (&self.site, self.image);
+        let flock = self.flock.as_ref().map(|(flock, _)| &**flock);
         let mut looked_up = None;
         let submitted = self.link.as_mut().map(|link| {
             link.submit_then(event, |answer| {
                 if let Answer::Plan(plan) = answer {
-                    looked_up = Some(take(site, image, base, plan));
+                    looked_up = Some(take(site, image, flock, base, plan));
                 }
             })
         });
@@ -234,7 +245,7 @@ impl Matcher {
             _ => all_literal(&asked.batch),
         };
         let runs = self.looked_up.take();
-        let runs = runs.unwrap_or_else(|| take(&self.site, self.image, asked.base, &plan));
+        let runs = runs.unwrap_or_else(|| self.take(asked.base, &plan));
         self.plan(asked.batch.index, plan, runs);
         self.lap.wait(&self.stages.matching);
     }
@@ -242,6 +253,11 @@ impl Matcher {
     fn plan(&self, index: u64, plan: Plan, runs: Vec<Run>) {
         let event = DriverEvent::Plan { index, plan, runs };
         let _ = self.events.blocking_send(event);
+    }
+
+    fn take(&self, base: CompactIndex, plan: &Plan) -> Vec<Run> {
+        let flock = self.flock.as_ref().map(|(flock, _)| &**flock);
+        take(&self.site, self.image, flock, base, plan)
     }
 
     /// The teleporter is gone: all pending and further blocks become literals.
@@ -255,7 +271,7 @@ impl Matcher {
         while let Some(waiting) = self.waiting.pop_front() {
             if let Some(Asked { batch, base, .. }) = waiting {
                 let plan = all_literal(&batch);
-                let runs = take(&self.site, self.image, base, &plan);
+                let runs = self.take(base, &plan);
                 self.plan(batch.index, plan, runs);
             }
         }
@@ -263,8 +279,17 @@ impl Matcher {
 }
 
 /// Resolves a plan's runs, then applies its stores, before another transfer gets a plan that refers to them.
-fn take(site: &Site, image: ImageId, base: CompactIndex, plan: &Plan) -> Vec<Run> {
+fn take(
+    site: &Site,
+    image: ImageId,
+    flock: Option<&Flock>,
+    base: CompactIndex,
+    plan: &Plan,
+) -> Vec<Run> {
     let runs = site.resolve(image, plan);
+    if let Some(flock) = flock {
+        flock.planned(image, base, &runs);
+    }
     site.take_stores(image, base, plan);
     runs
 }

@@ -22,6 +22,7 @@ use crate::active::{Hold, Taken};
 use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::files::{OrderedDigest, remove_dir};
+use crate::flock::live::Flock;
 use crate::partials::Transit;
 use crate::protocol::Offer;
 use crate::session::SessionShared;
@@ -43,6 +44,8 @@ pub struct Prepared {
     pub transit: Transit,
     /// Running digest of the file, where the walk order allows it.
     pub digest: Option<OrderedDigest>,
+    /// The flock that the image is of.
+    pub flock: Option<Arc<Flock>>,
     /// Restored batches with missing blocks, and their plans.
     pub replan: Vec<(u64, Plan)>,
     pub done_blocks: Arc<AtomicU64>,
@@ -95,13 +98,15 @@ pub fn taken_over() -> TeleportError {
     TeleportError::Failed("a newer session took the transfer over".into())
 }
 
-/// Checks an offer and opens its transfer, resuming that of an earlier session if there is one.
+/// Checks an offer and opens its transfer, resuming that of an earlier session if there is one, or going on after what the
+/// image of that name was `compared` with.
 pub fn prepare(
     site: &Arc<Site>,
     shared: &SessionShared,
     offer: Offer,
     encoded_layout: &[u8],
     events: mpsc::Sender<DriverEvent>,
+    compared: bool,
     stop: &watch::Receiver<bool>,
 ) -> Result<Prepared, TeleportError> {
     let layout = decode_layout(&offer, encoded_layout)?;
@@ -126,6 +131,8 @@ pub fn prepare(
             // Retryable: the source reconnects.
             Taken::Still => TeleportError::Stopped,
         })?;
+    let flock = shared.flock().cloned();
+    site.flock_transfer_begins(flock.as_deref(), peer, &offer)?;
     let dir = site.transfer_dir(&key);
     site.settle_renamed(&dir, &offer.name)?;
     site.check_unknown_file(&offer.name)?;
@@ -136,7 +143,11 @@ pub fn prepare(
     let mut absent = HashMap::new();
     let mut matcher: Option<MatchThread> = None;
     let start = |image| {
-        MatchThread::start(site, image, events.clone(), stages.clone())
+        let of = flock.clone().map(|flock| (flock, compared));
+        if let Some(flock) = &flock {
+            site.flock_image_begins(flock, &offer, image)?;
+        }
+        MatchThread::start(site, image, events.clone(), stages.clone(), of)
             .map_err(TeleportError::file("start a thread for", &dir))
     };
     let layout = Arc::new(layout);
@@ -201,7 +212,7 @@ pub fn prepare(
             let opening = Opening {
                 peer: *peer,
                 peer_name: peer_name.clone(),
-                offer,
+                offer: offer.clone(),
                 image: image.0,
             };
             if let Some(older) = older {
@@ -247,6 +258,7 @@ pub fn prepare(
         transit,
         matcher,
         digest,
+        flock,
         replan,
         done_blocks,
     })

@@ -1,6 +1,7 @@
 //! An image being read: a thread walks it ahead of the socket, up to the limit of the window.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use drover_core::Digest;
 use drover_image::{Outgoing, open_for_sending};
@@ -13,6 +14,9 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::session::SendItem;
 use crate::stages::Lap;
 use crate::walk::Walk;
+
+/// How long a file must not have changed for its stamp to tell of the next change: the times of files are not exact.
+const MIN_SETTLED: Duration = Duration::from_secs(2);
 
 /// Batches queued between the walk and the socket.
 const WALK_QUEUE: usize = 4;
@@ -142,6 +146,34 @@ fn walk(
     };
     lap.busy(&stages.digest);
     let _ = batches.blocking_send(digest.map(Walked::End));
+}
+
+/// What the stamp of an image's files is now, by which a later change is noticed; none if changes could go unnoticed: of a block
+/// device, of a file that changed within the last seconds, and of what is no file. Reads headers only.
+///
+/// # Errors
+/// When the image cannot be opened.
+pub fn source_stamp(item: &SendItem) -> Result<Option<Digest>, TeleportError> {
+    if item.snapshot.is_some() {
+        return Ok(None);
+    }
+    let image = open_for_sending(&item.path, item.conversion)?;
+    let now = std::time::SystemTime::now();
+    let now = now
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default();
+    let settled = now.saturating_sub(MIN_SETTLED).as_nanos() as i128;
+    let is_plain = |(path, stamp): &(std::path::PathBuf, drover_image::Stamp)| {
+        let plain = std::fs::metadata(path).is_ok_and(|about| about.is_file());
+        plain && stamp.ctime_ns < settled && stamp.mtime_ns < settled
+    };
+    let plain = !image.stamps.is_empty() && image.stamps.iter().all(is_plain);
+    Ok(plain.then(|| {
+        let mut h = blake3::Hasher::new_derive_key("drover 2026-11 source stamp and form");
+        h.update(&stamp_of(&image).0);
+        h.update(format!("{:?}", item.conversion).as_bytes());
+        Digest(*h.finalize().as_bytes())
+    }))
 }
 
 /// A stamp of the image's files that changes when they change, independent of the path used to open them.

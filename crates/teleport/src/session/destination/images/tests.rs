@@ -36,7 +36,7 @@ async fn ends() -> Ends {
         rights: Rights::DEFAULT.of_peer(),
         domain: "default".into(),
     };
-    let shared = SessionShared::new(peer, 1, to);
+    let shared = SessionShared::new(peer, 1, to, None);
     Ends {
         session: Session {
             site,

@@ -1,0 +1,405 @@
+//! Flocks at the site that receives them: which there are, how far each is, and their end.
+
+mod naming;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use drover_core::{BLOCK_SIZE_U64, ImageName};
+use drover_index::ImageId;
+use drover_net::{Code, PeerKey};
+
+use super::Site;
+use super::arrived::unix_now;
+use crate::TeleportError;
+use crate::flock::live::Flock;
+use crate::flock::record::{
+    FlockImage, FlockInfo, FlockRecord, FlockState, ImageBlocks, ImageState, MAX_FLOCK_IMAGES,
+    MAX_FLOCKS, MAX_PEER_FLOCKS, flock_key, flocks_dir, make_dir, sort,
+};
+use crate::protocol::{Delivered, Offer};
+use crate::services::{EndFlock, OpenFlock};
+
+pub(super) use naming::flocks_found;
+use naming::of_image;
+
+impl Site {
+    /// Begins to receive a flock: its record is durable on return.
+    ///
+    /// # Errors
+    /// A refusal, or when the record cannot be written.
+    pub fn open_flock(
+        &self,
+        peer: &PeerKey,
+        peer_name: &str,
+        order: OpenFlock,
+    ) -> Result<(), TeleportError> {
+        let OpenFlock {
+            name,
+            id,
+            atomic,
+            images,
+        } = order;
+        let denied = |text: String| Err(TeleportError::refused(Code::Denied, text));
+        let mut names: Vec<&ImageName> = images.iter().map(|image| &image.name).collect();
+        names.sort_unstable();
+        if images.is_empty() || images.len() > MAX_FLOCK_IMAGES {
+            return denied(format!("a flock has 1 to {MAX_FLOCK_IMAGES} images"));
+        }
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return denied(format!("the flock has two images of the name {}", twice[0]));
+        }
+        for image in &images {
+            let here = self.images.by_name(&image.name);
+            match image.unchanged {
+                Some(digest) if here.as_ref().is_none_or(|here| here.digest != digest) => {
+                    let text = format!(
+                        "{} has changed at the destination; send the flock again",
+                        image.name
+                    );
+                    return Err(TeleportError::refused(Code::OutOfOrder, text));
+                }
+                // Of an atomic one nothing is sent in vain.
+                None if atomic => self
+                    .check_sender(peer, here.as_ref())
+                    .and_then(|()| self.check_held(&image.name, "it"))
+                    .map_err(|e| of_image(&image.name, e))?,
+                _ => {}
+            }
+        }
+        let now = unix_now();
+        let images = images.into_iter().map(|item| {
+            let mut image = FlockImage::waiting(item.name);
+            if let Some(digest) = item.unchanged {
+                (image.state, image.digest) = (ImageState::Unchanged, digest);
+            }
+            image
+        });
+        let record = FlockRecord {
+            name,
+            id,
+            peer: *peer,
+            peer_name: peer_name.into(),
+            atomic,
+            state: FlockState::Open,
+            begun_unix: now,
+            touched_unix: now,
+            images: images.collect(),
+            why: String::new(),
+        };
+        let key = flock_key(peer, &record.name);
+        let mut known = self.flocks.known.lock();
+        match known.get(&key) {
+            // Its reply was lost.
+            Some(same) if same.id == id => return Ok(()),
+            Some(other) if other.state == FlockState::Naming => {
+                let text = format!("the images of flock {} are getting their names", other.name);
+                return Err(TeleportError::refused(Code::Busy, text));
+            }
+            Some(_) => {}
+            None => self.make_room_for_flock(peer, &mut known)?,
+        }
+        make_dir(&self.config.work_dir)?;
+        record.save(&self.flock_path(&key))?;
+        let mut live = self.flocks.live.write();
+        live.retain(|flock| flock.key != key);
+        live.push(Flock::new(&key, &record));
+        known.insert(key, record);
+        Ok(())
+    }
+
+    fn flock_path(&self, key: &str) -> PathBuf {
+        flocks_dir(&self.config.work_dir).join(key)
+    }
+
+    /// Forgets flocks so that the peer may have another one.
+    fn make_room_for_flock(
+        &self,
+        peer: &PeerKey,
+        known: &mut HashMap<String, FlockRecord>,
+    ) -> Result<(), TeleportError> {
+        loop {
+            let of_peer = known.values().filter(|r| r.peer == *peer).count();
+            if of_peer < MAX_PEER_FLOCKS && known.len() < MAX_FLOCKS {
+                return Ok(());
+            }
+            let live = self.flocks.live.read();
+            let used = |key: &str| {
+                live.iter()
+                    .any(|f| f.key == key && f.sessions.load(Ordering::Relaxed) > 0)
+            };
+            let may_go = |key: &str, record: &FlockRecord| match record.state {
+                FlockState::Delivered | FlockState::Failed => {
+                    record.peer == *peer || of_peer < MAX_PEER_FLOCKS
+                }
+                FlockState::Open => record.peer == *peer && !used(key),
+                FlockState::Naming => false,
+            };
+            let oldest = known
+                .iter()
+                .filter(|(key, record)| may_go(key, record))
+                .min_by_key(|(_, record)| (!record.is_over(), record.touched_unix))
+                .map(|(key, _)| key.clone());
+            drop(live);
+            let Some(oldest) = oldest else {
+                let text = "too many flocks are under way there; send it again later";
+                return Err(TeleportError::refused(Code::Busy, text));
+            };
+            self.forget_flock(known, &oldest)?;
+        }
+    }
+
+    fn forget_flock(
+        &self,
+        known: &mut HashMap<String, FlockRecord>,
+        key: &str,
+    ) -> Result<(), TeleportError> {
+        let path = self.flock_path(key);
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(TeleportError::file("remove", path)(e));
+            }
+            _ => {}
+        }
+        known.remove(key);
+        self.flocks.live.write().retain(|flock| flock.key != key);
+        Ok(())
+    }
+
+    /// Forgets flocks of which nothing has changed for `after`, and that nobody sends.
+    ///
+    /// # Errors
+    /// When a record cannot be removed.
+    pub fn expire_flocks(&self, after: Duration) -> Result<(), TeleportError> {
+        let after = i64::try_from(after.as_secs()).unwrap_or(i64::MAX);
+        let oldest = unix_now().saturating_sub(after);
+        let mut known = self.flocks.known.lock();
+        let live = self.flocks.live.read().clone();
+        let used = |key: &str| {
+            live.iter()
+                .any(|f| f.key == key && f.sessions.load(Ordering::Relaxed) > 0)
+        };
+        let expired: Vec<String> = known
+            .iter()
+            .filter(|(key, r)| {
+                r.touched_unix < oldest && r.state != FlockState::Naming && !used(key)
+            })
+            .map(|(key, _)| key.clone())
+            .collect();
+        expired
+            .iter()
+            .try_for_each(|key| self.forget_flock(&mut known, key))
+    }
+
+    /// The flock of that number that a peer sends.
+    pub(crate) fn flock_of(&self, peer: &PeerKey, id: &[u8; 16]) -> Option<Arc<Flock>> {
+        self.flocks.find(peer, id)
+    }
+
+    /// Changes what is known of a flock, durably.
+    fn change_flock(
+        &self,
+        flock: &Flock,
+        change: impl FnOnce(&mut FlockRecord),
+    ) -> Result<(), TeleportError> {
+        let mut known = self.flocks.known.lock();
+        let Some(record) = known.get_mut(&flock.key).filter(|r| r.id == flock.id) else {
+            // A newer sending of the flock has taken its place.
+            let text = "the flock was sent again meanwhile";
+            return Err(TeleportError::refused(Code::Lost, text));
+        };
+        let mut changed = record.clone();
+        change(&mut changed);
+        changed.touched_unix = unix_now();
+        changed.save(&self.flock_path(&flock.key))?;
+        *record = changed;
+        if record.is_over() {
+            self.flocks.live.write().retain(|f| f.key != flock.key);
+        }
+        Ok(())
+    }
+
+    /// A transfer of an image begins or goes on: if it was complete in a flock, it no longer counts as that. A transfer of
+    /// `flock` becomes its source of blocks.
+    pub(crate) fn flock_transfer_begins(
+        &self,
+        flock: Option<&Flock>,
+        peer: &PeerKey,
+        offer: &Offer,
+    ) -> Result<(), TeleportError> {
+        let arrived: Vec<Arc<Flock>> = {
+            let (known, live) = (self.flocks.known.lock(), self.flocks.live.read());
+            let has = |flock: &&Arc<Flock>| {
+                let record = known.get(&flock.key).filter(|_| flock.peer == *peer);
+                record.is_some_and(|record| {
+                    let mut images = record.images.iter();
+                    images.any(|i| i.name == offer.name && i.state == ImageState::Arrived)
+                })
+            };
+            live.iter().filter(has).cloned().collect()
+        };
+        for of in arrived {
+            self.change_flock(&of, |record| {
+                if let Some(image) = record.image(&offer.name) {
+                    *image = FlockImage::waiting(offer.name.clone());
+                }
+            })?;
+        }
+        match flock {
+            Some(flock) if !self.flock_has_name(flock, &offer.name) => {
+                let text = format!("{} is not an image of the flock that is sent", offer.name);
+                Err(TeleportError::Protocol(text))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn flock_has_name(&self, flock: &Flock, name: &ImageName) -> bool {
+        let record = self.flocks.record(flock);
+        record.is_some_and(|mut record| record.image(name).is_some())
+    }
+
+    /// The transfer of an image of a flock has its number.
+    pub(crate) fn flock_image_begins(
+        &self,
+        flock: &Flock,
+        offer: &Offer,
+        id: ImageId,
+    ) -> Result<(), TeleportError> {
+        flock.begin(id);
+        self.change_flock(flock, |record| {
+            if let Some(image) = record.image(&offer.name) {
+                *image = FlockImage {
+                    image: id.0,
+                    size_bytes: offer.file_bytes,
+                    ..FlockImage::waiting(offer.name.clone())
+                };
+            }
+        })
+    }
+
+    /// An image of a flock is complete.
+    pub(crate) fn flock_image_done(
+        &self,
+        flock: &Flock,
+        name: &ImageName,
+        size_bytes: u64,
+        state: ImageState,
+        delivered: &Delivered,
+    ) -> Result<(), TeleportError> {
+        self.change_flock(flock, |record| {
+            if let Some(image) = record.image(name) {
+                image.state = state;
+                image.size_bytes = size_bytes;
+                image.digest = delivered.digest;
+                image.added_unix = unix_now();
+                image.blocks = ImageBlocks::of(delivered);
+            }
+        })
+    }
+
+    /// The flocks that were received or are, those that changed last first.
+    #[must_use]
+    pub fn flocks(&self) -> Vec<FlockInfo> {
+        let records: Vec<(String, FlockRecord)> = {
+            let known = self.flocks.known.lock();
+            known.iter().map(|(k, r)| (k.clone(), r.clone())).collect()
+        };
+        let mut all: Vec<FlockInfo> = records
+            .into_iter()
+            .map(|(key, record)| self.flock_info(&key, record))
+            .collect();
+        sort(&mut all);
+        all
+    }
+
+    fn flock_info(&self, key: &str, record: FlockRecord) -> FlockInfo {
+        let live = self.flocks.live.read();
+        let flock = live.iter().find(|f| f.key == key);
+        let sessions = flock.map_or(0, |f| f.sessions.load(Ordering::Relaxed));
+        let sending = self.sessions.lock();
+        let of_peer = sending.values().filter(|s| s.is_of(&record.peer));
+        let under_way = of_peer.filter_map(|session| {
+            let transfer = session.status()?;
+            let named = |image: &&FlockImage| image.name.as_str() == transfer.name;
+            let image = record.images.iter().find(named)?;
+            let of = |blocks: u64| blocks.saturating_mul(BLOCK_SIZE_U64);
+            let name = image.name.clone();
+            Some((name, of(transfer.done_blocks), of(transfer.total_blocks)))
+        });
+        let under_way = match sessions {
+            0 => Vec::new(),
+            _ => under_way.collect(),
+        };
+        FlockInfo {
+            record,
+            sessions,
+            under_way,
+        }
+    }
+
+    /// Ends the sending of a flock; see [`EndFlock`]. Blocks the thread.
+    ///
+    /// # Errors
+    /// A refusal that says why an atomic flock is not delivered, or when the record cannot be written.
+    pub fn end_flock(&self, peer: &PeerKey, end: &EndFlock) -> Result<FlockInfo, TeleportError> {
+        let _ending = self.flocks.ending.lock();
+        let key = {
+            let known = self.flocks.known.lock();
+            let named = known
+                .iter()
+                .find(|(_, r)| r.peer == *peer && r.id == end.id);
+            let (key, record) = named.ok_or_else(unknown)?;
+            // The reply was lost.
+            if record.is_over() {
+                let (key, record) = (key.clone(), record.clone());
+                drop(known);
+                return Ok(self.flock_info(&key, record));
+            }
+            key.clone()
+        };
+        let flock = self.flocks.find(peer, &end.id).ok_or_else(unknown)?;
+        let mut record = self.flocks.record(&flock).ok_or_else(unknown)?;
+        for nth in &end.failed {
+            let image = usize::try_from(*nth)
+                .ok()
+                .and_then(|nth| record.images.get_mut(nth));
+            if let Some(image) = image {
+                image.state = ImageState::Failed;
+            }
+        }
+        let missing = record.images.iter().find(|image| {
+            !matches!(
+                image.state,
+                ImageState::Arrived | ImageState::Delivered | ImageState::Unchanged
+            )
+        });
+        match (missing, flock.atomic) {
+            (None, false) => record.state = FlockState::Delivered,
+            (None, true) => {
+                self.name_all(&flock, &mut record, || true)?;
+            }
+            (Some(image), _) => {
+                let why = match end.why.is_empty() {
+                    true => format!("{} has not arrived", image.name),
+                    false => end.why.clone(),
+                };
+                record.fail(&why);
+            }
+        }
+        let ended = record.clone();
+        self.change_flock(&flock, |known| *known = ended)?;
+        Ok(self.flock_info(&key, record))
+    }
+}
+
+fn unknown() -> TeleportError {
+    let text = "the site knows of no such flock from you; send it again";
+    TeleportError::refused(Code::NotFound, text)
+}
+
+#[cfg(test)]
+mod tests;
