@@ -46,6 +46,10 @@ seed literal_decode lz4 '\1\25\0\0\1\1\0\1\37\0\1\0\377\377\377\377\377\377\377\
 seed roles destination '\1\12\0\0\3\0\4\2\4\5\0\0\12\5\0\7'
 seed roles source '\0\12\0\0\1\2\1\5\3\0\4\5\1'
 seed image_map blocks '\1\100\1\100'
+# A run of two zero blocks and one of three others; two blocks in use of one container.
+seed vault_objects page '\1\5\0\1\2\4\7\0\24'
+seed vault_objects uses '\3\1\1w\1\5\0\24\72\60\0\0\1\0\0\0\0\0\1\0\20\0\0\0\1\0\2\0'
+seed vault_objects aborted '\4\1'
 seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
 # A header without a caller's, and a frame of one record.

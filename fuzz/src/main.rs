@@ -33,6 +33,7 @@ mod qmp_messages;
 mod replica_calls;
 mod roles;
 mod transfer_log;
+mod vault_objects;
 
 use std::sync::LazyLock;
 
@@ -71,6 +72,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("replica_calls", replica_calls::run),
     ("roles", roles::run),
     ("transfer_log", transfer_log::run),
+    ("vault_objects", vault_objects::run),
 ];
 
 static TARGET: LazyLock<Target> = LazyLock::new(|| {

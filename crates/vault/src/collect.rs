@@ -1,0 +1,521 @@
+//! Deletion: forgetting snapshots, and freeing what nothing uses any more. Backups go on meanwhile.
+//!
+//! The order of operations is what makes it safe, see `docs/format/vault.md`: a collector marks a container, *then*
+//! reads what snapshots use; a backup writes what it uses, *then* reads marks. One of the two sees the other.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64};
+
+use crate::container::{ContainerId, GROUP_BYTES, LocalIds, Packed, SessionId, assemble};
+use crate::error::{Result, VaultError};
+use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
+use crate::record::{HookRecord, SnapshotRecord};
+use crate::uses::Uses;
+use crate::vault::Vault;
+
+/// A session that has not said for so long that it lives is taken for dead.
+pub const MAX_SILENCE: Duration = Duration::from_secs(24 * 3600);
+/// A collector does not act on marks that are older: it lives shorter than its marks.
+const MAX_MARK_AGE: Duration = Duration::from_secs(3600);
+/// Marks of collectors that did not end properly are void after that.
+const MAX_STALE_MARK: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Containers that are marked at once.
+const MAX_MARKED: usize = 256;
+
+/// What forgetting snapshots makes free: exact.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Forgotten {
+    /// Snapshots.
+    pub snapshots: u64,
+    /// Bytes of blocks that no other snapshot uses, before compression.
+    pub garbage_bytes: u64,
+    /// Containers of which nothing is used any more.
+    pub dead_containers: u64,
+    /// What those take.
+    pub dead_bytes: u64,
+}
+
+/// What a collection did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Collected {
+    /// Forgotten snapshots whose last objects were removed.
+    pub snapshots: u64,
+    /// Interrupted backups that were given up.
+    pub aborted: u64,
+    /// Containers removed as a whole.
+    pub removed: u64,
+    /// Containers written again without their garbage.
+    pub compacted: u64,
+    /// Bytes freed in the store.
+    pub freed_bytes: u64,
+    /// Unfinished writes removed.
+    pub swept: u64,
+}
+
+/// How full a vault is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Machines that have snapshots.
+    pub machines: u64,
+    /// Snapshots.
+    pub snapshots: u64,
+    /// Bytes of the disks' non-zero blocks, summed over the snapshots.
+    pub data_bytes: u64,
+    /// Containers.
+    pub containers: u64,
+    /// What they take.
+    pub container_bytes: u64,
+    /// What everything else takes: recipes, uses, hooks, records.
+    pub metadata_bytes: u64,
+    /// Blocks that snapshots use, each counted once, in bytes.
+    pub used_bytes: u64,
+    /// Blocks stored that no snapshot uses, in bytes.
+    pub garbage_bytes: u64,
+}
+
+/// What is used of each container.
+type InUse = HashMap<ContainerId, LocalIds>;
+
+impl Vault {
+    /// What snapshots use; `Missing` or damage of one is an error: nothing may be freed then.
+    pub(crate) fn uses_of(&self, id: &SnapshotId) -> Result<Option<Uses>> {
+        let key = id.uses();
+        match self.objects.get(&key)? {
+            None => Ok(None),
+            Some(bytes) => match Uses::decode(&bytes) {
+                Ok(uses) => Ok(Some(uses)),
+                Err(error) => Err(self.damaged(&key, &error)),
+            },
+        }
+    }
+
+    /// Every snapshot, made or under way, that says what it uses. A snapshot that does not although it was made is an
+    /// error: what it needs could be taken for garbage.
+    fn users(&self) -> Result<BTreeSet<SnapshotId>> {
+        // Records first: they are written last.
+        let made = self.live_ids(None)?;
+        let users = self.ids("uses", None)?;
+        for id in made.iter().filter(|id| !users.contains(id)) {
+            if !matches!(self.record_of(id)?, None | Some(SnapshotRecord::Aborted)) {
+                // Forgotten and buried since it was listed?
+                if !self.live_ids(Some(&id.machine))?.contains(id) {
+                    continue;
+                }
+                return Err(VaultError::Missing {
+                    key: id.uses(),
+                    vault: self.place(),
+                });
+            }
+        }
+        Ok(users)
+    }
+
+    /// Adds everything that snapshots use to `in_use`.
+    fn add_uses(&self, ids: &BTreeSet<SnapshotId>, in_use: &mut InUse) -> Result<()> {
+        for id in ids {
+            for (container, (_, used)) in self.uses_of(id)?.unwrap_or_default().containers {
+                in_use.entry(container).or_default().union(&used);
+            }
+        }
+        Ok(())
+    }
+
+    /// What forgetting `ids` would free.
+    ///
+    /// # Errors
+    /// Damage of what says what snapshots use; errors of the store.
+    pub fn would_free(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
+        let forgotten = self.ids("forgotten", None)?;
+        let mut others = self.users()?;
+        others.retain(|id| !ids.contains(id) && !forgotten.contains(id));
+        let (mut gone, mut kept) = (InUse::new(), InUse::new());
+        self.add_uses(&ids.iter().cloned().collect(), &mut gone)?;
+        self.add_uses(&others, &mut kept)?;
+        let places = self.containers(None)?;
+        let mut freed = Forgotten {
+            snapshots: ids.len() as u64,
+            ..Forgotten::default()
+        };
+        let nothing = LocalIds::default();
+        for (id, used) in &gone {
+            let others = kept.get(id).unwrap_or(&nothing);
+            freed.garbage_bytes += u64::from(used.without(others).count()) * BLOCK_SIZE_U64;
+            if let Some((_, _, size)) = places.get(id).filter(|_| *others == nothing) {
+                freed.dead_containers += 1;
+                freed.dead_bytes += size;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Forgets snapshots: at once they are not listed any more; what they alone used is freed by
+    /// [`Vault::collect`], after a grace.
+    ///
+    /// # Errors
+    /// As [`Vault::would_free`].
+    pub fn forget(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
+        let freed = self.would_free(ids)?;
+        for id in ids {
+            self.put_own(&id.tombstone(), b"forgotten".to_vec())?;
+        }
+        Ok(freed)
+    }
+
+    pub(crate) fn remove_recipe(&self, id: &SnapshotId) -> Result<()> {
+        for object in self.objects.list(&format!("recipes/{}", id.suffix()))? {
+            self.objects.remove(&object.key)?;
+        }
+        Ok(())
+    }
+
+    /// Frees space: what snapshots used that were forgotten at least `grace` ago, and what interrupted backups left.
+    /// Containers of which nothing is used are removed, those that are at least half garbage written again. `pause`
+    /// is called between containers, so that a caller can limit the rate.
+    ///
+    /// # Errors
+    /// Damage of what says what snapshots use (then nothing is freed); errors of the store.
+    pub fn collect(&self, grace: Duration, pause: &mut dyn FnMut(u64)) -> Result<Collected> {
+        self.probe()?;
+        let now = self.store_now_ms()?;
+        let older = |modified: i64, than: Duration| {
+            i128::from(now) - i128::from(modified) >= than.as_millis() as i128
+        };
+        let mut done = Collected::default();
+        self.bury(&mut done, |modified| older(modified, grace))?;
+        let silent = |modified| older(modified, MAX_SILENCE);
+        let live = self.claims(silent)?;
+        self.abort(&mut done, &live, silent)?;
+        self.drop_superseded()?;
+
+        // Containers first, then claims, then uses: a session claims before it writes, and releases after its uses are
+        // there.
+        let places = self.containers(None)?;
+        let claims = self.claims(silent)?;
+        let mut seen = self.users()?;
+        let mut in_use = InUse::new();
+        self.add_uses(&seen, &mut in_use)?;
+        let stale = self.stale_marks(|modified| older(modified, MAX_STALE_MARK))?;
+
+        let mut candidates: Vec<ContainerId> = Vec::new();
+        for (&id, (machine, generation, _)) in &places {
+            let used = in_use.get(&id).map_or(0, LocalIds::count);
+            if claims.contains(&id.session()) {
+                continue;
+            }
+            if used == 0 || self.half_dead(machine, id, *generation, used)? {
+                candidates.push(id);
+            }
+        }
+        candidates.sort_unstable();
+        let collector = SessionId::random();
+        for batch in candidates.chunks(MAX_MARKED) {
+            let marked = Instant::now();
+            for &id in batch {
+                self.put_own(&mark_key(id, collector), b"mark".to_vec())?;
+            }
+            // A backup whose uses are not in this list reads marks after it, and finds these.
+            let listed = self.users()?;
+            let new: BTreeSet<_> = listed.difference(&seen).cloned().collect();
+            self.add_uses(&new, &mut in_use)?;
+            seen.extend(new);
+            for &id in batch {
+                if marked.elapsed() >= MAX_MARK_AGE {
+                    break;
+                }
+                let (machine, generation, size) = &places[&id];
+                let used = in_use.get(&id).cloned().unwrap_or_default();
+                let freed = match used.count() {
+                    0 => {
+                        self.remove_container(machine, id)?;
+                        done.removed += 1;
+                        *size
+                    }
+                    _ => match self.rewrite(machine, id, *generation, &used)? {
+                        Some(now) => {
+                            done.compacted += 1;
+                            size.saturating_sub(now)
+                        }
+                        None => 0,
+                    },
+                };
+                done.freed_bytes += freed;
+                pause(*size);
+            }
+            for &id in batch {
+                self.objects.remove(&mark_key(id, collector))?;
+            }
+        }
+        stale.iter().try_for_each(|key| self.objects.remove(key))?;
+        self.drop_hooks()?;
+        done.swept = self.objects.sweep(MAX_SILENCE)?;
+        Ok(done)
+    }
+
+    /// Removes the objects of snapshots that were forgotten long enough ago, the tombstone last.
+    fn bury(&self, done: &mut Collected, due: impl Fn(i64) -> bool) -> Result<()> {
+        for object in self.objects.list("forgotten")? {
+            let Some(id) = SnapshotId::of_key(&object.key).filter(|_| due(object.modified_ms))
+            else {
+                continue;
+            };
+            self.objects.remove(&id.record())?;
+            self.remove_recipe(&id)?;
+            self.objects.remove(&id.uses())?;
+            self.objects.remove(&object.key)?;
+            done.snapshots += 1;
+        }
+        Ok(())
+    }
+
+    /// Gives up backups that were interrupted. Whoever creates the record first decides: the collector, or a backup
+    /// that lives after all.
+    fn abort(
+        &self,
+        done: &mut Collected,
+        live: &HashSet<SessionId>,
+        due: impl Fn(i64) -> bool,
+    ) -> Result<()> {
+        let old: BTreeSet<SnapshotId> = ["uses", "recipes"]
+            .map(|kind| self.objects.list(kind))
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()?
+            .into_iter()
+            .flatten()
+            .filter(|o| due(o.modified_ms))
+            .filter_map(|o| SnapshotId::of_key(&o.key))
+            .filter(|id| !live.contains(&id.session))
+            .collect();
+        // Tombstones before records: they go last.
+        let forgotten = self.ids("forgotten", None)?;
+        let records = self.ids("snapshots", None)?;
+        for id in old {
+            let aborted = match records.contains(&id) {
+                false if forgotten.contains(&id) => continue,
+                false => {
+                    let record = SnapshotRecord::Aborted.encode();
+                    self.objects.create(&id.record(), record.into())?;
+                    matches!(self.record_of(&id)?, Some(SnapshotRecord::Aborted))
+                }
+                true => match self.record_of(&id) {
+                    Ok(record) => record == Some(SnapshotRecord::Aborted),
+                    Err(error) if error.is_damage() => false,
+                    Err(error) => return Err(error),
+                },
+            };
+            if aborted {
+                self.objects.remove(&id.uses())?;
+                self.remove_recipe(&id)?;
+                done.aborted += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sessions that live; claims of others are removed.
+    fn claims(&self, due: impl Fn(i64) -> bool) -> Result<HashSet<SessionId>> {
+        let mut latest: BTreeMap<SessionId, i64> = BTreeMap::new();
+        for object in self.objects.list("claims")? {
+            let session = object.key.split('/').nth(1).and_then(SessionId::parse);
+            if let Some(session) = session {
+                let time = latest.entry(session).or_insert(i64::MIN);
+                *time = object.modified_ms.max(*time);
+            }
+        }
+        let mut live = HashSet::new();
+        for (session, modified) in latest {
+            match due(modified) {
+                true => self.release(session)?,
+                false => drop(live.insert(session)),
+            }
+        }
+        Ok(live)
+    }
+
+    fn stale_marks(&self, due: impl Fn(i64) -> bool) -> Result<Vec<String>> {
+        let listed = self.objects.list("marks")?;
+        let stale = listed.into_iter().filter(|o| due(o.modified_ms));
+        Ok(stale.map(|o| o.key).collect())
+    }
+
+    /// Whether at least half of a container's blocks are garbage.
+    fn half_dead(
+        &self,
+        machine: &Machine,
+        id: ContainerId,
+        generation: u32,
+        used: u32,
+    ) -> Result<bool> {
+        // No container has more blocks than that, so most need not be read.
+        if used * 2 > crate::container::MAX_BLOCKS as u32 {
+            return Ok(false);
+        }
+        match self.head(machine, id, generation) {
+            Ok(Some(head)) => Ok(used * 2 <= head.digests.len() as u32),
+            Ok(None) => Ok(false),
+            Err(error) if error.is_damage() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes generations that an interrupted compaction left: a newer one is there.
+    fn drop_superseded(&self) -> Result<()> {
+        let newest = self.containers(None)?;
+        for object in self.objects.list("containers")? {
+            if let Some((_, id, generation)) = parse_container_key(&object.key)
+                && newest.get(&id).is_some_and(|place| generation < place.1)
+            {
+                self.objects.remove(&object.key)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes every generation of a container.
+    fn remove_container(&self, machine: &Machine, id: ContainerId) -> Result<()> {
+        self.remove_generations(machine, id, u32::MAX)
+    }
+
+    fn remove_generations(&self, machine: &Machine, id: ContainerId, below: u32) -> Result<()> {
+        let listed = self
+            .objects
+            .list(&format!("containers/{}", machine.component()))?;
+        for object in listed {
+            if let Some((_, found, generation)) = parse_container_key(&object.key)
+                && found == id
+                && generation < below
+            {
+                self.objects.remove(&object.key)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a container again with the blocks in use only, under the same ids; its new length. None when it cannot
+    /// be read or has no garbage.
+    fn rewrite(
+        &self,
+        machine: &Machine,
+        id: ContainerId,
+        generation: u32,
+        used: &LocalIds,
+    ) -> Result<Option<u64>> {
+        let key = container_key(machine, id, generation);
+        let head = match self.head(machine, id, generation) {
+            Ok(Some(head)) => head,
+            Ok(None) => return Ok(None),
+            Err(error) if error.is_damage() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Some(bytes) = self.objects.get(&key)? else {
+            return Ok(None);
+        };
+        let present = head.present.common(used);
+        // What is damaged stays as it is: `check` speaks of it.
+        if !head.verify(&bytes).is_ok_and(|wrong| wrong.is_empty())
+            || used.without(&head.present).count() > 0
+            || present.count() * 2 > head.digests.len() as u32
+        {
+            return Ok(None);
+        }
+        let mut digests = Vec::new();
+        let mut blocks = Vec::with_capacity(present.count() as usize * BLOCK_SIZE);
+        let mut unpacked: Option<(usize, Vec<u8>)> = None;
+        for local in present.iter() {
+            let at = head.present.rank(local);
+            let group = at * BLOCK_SIZE / GROUP_BYTES;
+            if unpacked.as_ref().is_none_or(|(number, _)| *number != group) {
+                let span = head.span(group, group);
+                let packed = &bytes[span.start as usize..span.end as usize];
+                let raw = head
+                    .unpack(group, packed)
+                    .map_err(|e| self.damaged(&key, &e))?;
+                unpacked = Some((group, raw));
+            }
+            let from = at * BLOCK_SIZE % GROUP_BYTES;
+            if let Some((_, raw)) = &unpacked {
+                blocks.extend_from_slice(&raw[from..from + BLOCK_SIZE]);
+            }
+            digests.push(head.digests[at]);
+        }
+        let groups: Vec<Packed> = blocks.chunks(GROUP_BYTES).map(Packed::new).collect();
+        let next = generation
+            .checked_add(1)
+            .ok_or_else(|| VaultError::TooLarge(key.clone()))?;
+        let bytes = assemble(id, next, &digests, &present, &groups);
+        let len = bytes.len() as u64;
+        // Another collector may have written it, from what it saw in use; then that one is right as well, but it may
+        // have kept less than is in use now: nothing is removed unless it is ours.
+        if !self
+            .objects
+            .create(&container_key(machine, id, next), bytes.into())?
+        {
+            return Ok(None);
+        }
+        self.remove_generations(machine, id, next)?;
+        Ok(Some(len))
+    }
+
+    /// Removes the hooks of sessions that have no container left.
+    fn drop_hooks(&self) -> Result<()> {
+        let places = self.containers(None)?;
+        let live: HashSet<SessionId> = places.keys().map(|id| id.session()).collect();
+        let claims = self.claims(|_| false)?;
+        for object in self.objects.list("hooks")? {
+            let session = object.key.split('/').nth(1).and_then(SessionId::parse);
+            if session.is_some_and(|s| !live.contains(&s) && !claims.contains(&s)) {
+                self.objects.remove(&object.key)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// How full the vault is.
+    ///
+    /// # Errors
+    /// Damage of what says what snapshots use; errors of the store.
+    pub fn stats(&self) -> Result<Stats> {
+        let (entries, _) = self.snapshots(None)?;
+        let machines: HashSet<&Machine> = entries.iter().map(|e| &e.id.machine).collect();
+        let mut stats = Stats {
+            machines: machines.len() as u64,
+            snapshots: entries.len() as u64,
+            data_bytes: entries.iter().map(|e| e.record.data_bytes).sum(),
+            ..Stats::default()
+        };
+        let mut in_use = InUse::new();
+        self.add_uses(&entries.iter().map(|e| e.id.clone()).collect(), &mut in_use)?;
+        for kind in [
+            "snapshots",
+            "recipes",
+            "uses",
+            "hooks",
+            "forgotten",
+            "claims",
+            "marks",
+        ] {
+            let listed = self.objects.list(kind)?;
+            stats.metadata_bytes += listed.iter().map(|o| o.size).sum::<u64>();
+        }
+        for (id, (machine, generation, size)) in self.containers(None)? {
+            stats.containers += 1;
+            stats.container_bytes += size;
+            let used = in_use.get(&id).map_or(0, LocalIds::count);
+            stats.used_bytes += u64::from(used) * BLOCK_SIZE_U64;
+            if let Ok(Some(head)) = self.head(&machine, id, generation) {
+                let garbage = (head.digests.len() as u64).saturating_sub(u64::from(used));
+                stats.garbage_bytes += garbage * BLOCK_SIZE_U64;
+            }
+        }
+        Ok(stats)
+    }
+
+    /// The tags of hooks of a session, for tests and checks.
+    #[doc(hidden)]
+    pub fn hooks_of(&self, session: SessionId) -> Result<Option<HookRecord>> {
+        let key = crate::names::hooks_key(session);
+        let bytes = self.objects.get(&key)?;
+        Ok(bytes.and_then(|b| HookRecord::decode(&b).ok()))
+    }
+}

@@ -1,0 +1,157 @@
+//! What can go wrong in a vault.
+
+use std::io;
+use std::path::PathBuf;
+
+use drover_image::ImageError;
+
+/// The store of a vault does not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {doing} {key} in the vault {vault}: {why}")]
+pub struct StoreError {
+    /// The operation: `read`, `write`, `list`, `remove`.
+    pub doing: &'static str,
+    /// The object.
+    pub key: String,
+    /// Where the vault is.
+    pub vault: String,
+    /// What the store said.
+    pub why: String,
+    /// Whether it may work later.
+    pub can_retry: bool,
+}
+
+/// Errors of this crate, each one line.
+#[derive(Debug, thiserror::Error)]
+pub enum VaultError {
+    /// The object store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// An object is damaged, or of another kind.
+    #[error("the object {key} of the vault {vault} is damaged: {why}")]
+    Damaged {
+        /// The object.
+        key: String,
+        /// Where the vault is.
+        vault: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// An object that must be there is missing.
+    #[error("the object {key} of the vault {vault} is missing")]
+    Missing {
+        /// The object.
+        key: String,
+        /// Where the vault is.
+        vault: String,
+    },
+    /// Written by a newer version.
+    #[error(
+        "{key} in the vault {vault} was written by a newer version of drover; update drover on this host"
+    )]
+    Newer {
+        /// The object.
+        key: String,
+        /// Where the vault is.
+        vault: String,
+    },
+    /// There is no vault.
+    #[error("there is no vault at {0}; create one with `drover vault init`")]
+    NoVault(String),
+    /// There is one already.
+    #[error("there is a vault at {0} already")]
+    Exists(String),
+    /// The directory has other content.
+    #[error("{0} is not empty and not a vault")]
+    NotEmpty(String),
+    /// The store ignores the condition of a conditional write.
+    #[error(
+        "the store of the vault {0} overwrites objects although it is told not to; a vault needs a store with conditional writes"
+    )]
+    Unconditional(String),
+    /// No snapshot matches.
+    #[error("there is no snapshot {wanted} in the vault {vault}{hint}")]
+    NoSnapshot {
+        /// What was asked for.
+        wanted: String,
+        /// Where the vault is.
+        vault: String,
+        /// What there is instead, as the end of the sentence.
+        hint: String,
+    },
+    /// Several snapshots match.
+    #[error("{wanted} is ambiguous; it could be {candidates}")]
+    Ambiguous {
+        /// What was asked for.
+        wanted: String,
+        /// All that match, separated by commas.
+        candidates: String,
+    },
+    /// The text names no snapshot.
+    #[error(
+        "{0:?} does not name a snapshot; NAME@latest, NAME@2026-11-20 or NAME@2026-11-20T10:00:00Z does"
+    )]
+    BadReference(String),
+    /// The image cannot be read.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The image was changed while it was read.
+    #[error("{0} was changed while it was read; no snapshot was made")]
+    Changed(PathBuf),
+    /// A file of the host cannot be read or written.
+    #[error("cannot {doing} {path}: {source}")]
+    File {
+        /// The operation.
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// Deletions took what the snapshot refers to, again and again.
+    #[error(
+        "deletions removed blocks that the snapshot refers to, {0} times in a row; no snapshot was made, try again"
+    )]
+    Overtaken(u32),
+    /// Beyond a limit.
+    #[error("{0} is beyond what a vault holds")]
+    TooLarge(String),
+    /// The content of a block is not what the snapshot says.
+    #[error(
+        "{what} of the vault {vault} does not have the content that its snapshot says; `drover vault check --full` lists what is affected"
+    )]
+    Wrong {
+        /// Which block, in which object.
+        what: String,
+        /// Where the vault is.
+        vault: String,
+    },
+    /// A worker thread ended unexpectedly.
+    #[error("a worker thread ended unexpectedly; this is a bug")]
+    Worker,
+}
+
+/// The result of operations of this crate.
+pub type Result<T, E = VaultError> = std::result::Result<T, E>;
+
+impl VaultError {
+    /// Whether the same may succeed later.
+    #[must_use]
+    pub fn can_retry(&self) -> bool {
+        match self {
+            VaultError::Store(error) => error.can_retry,
+            VaultError::Image(error) => error.can_retry(),
+            VaultError::Changed(_) | VaultError::Overtaken(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Whether something in the vault is damaged or lost.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            VaultError::Damaged { .. } | VaultError::Missing { .. } | VaultError::Wrong { .. }
+        )
+    }
+}

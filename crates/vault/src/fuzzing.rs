@@ -1,0 +1,73 @@
+//! Entry points for fuzzers: hostile bodies in envelopes whose checksums are right. Only built for fuzzing.
+
+use drover_core::{Digest, put_varint};
+
+use crate::container::{GROUP_BLOCKS, Head, reseal_for_fuzzing};
+use crate::recipe::{PAGE_BLOCKS, Page, RecipeHead, head_for_fuzzing};
+use crate::record::{HookRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing};
+use crate::uses::{Uses, uses_for_fuzzing};
+
+/// A container: its head, and every group that it says it has.
+pub fn container(bytes: &[u8]) {
+    let _ = Head::parse(bytes);
+    let bytes = reseal_for_fuzzing(bytes);
+    if let Ok(head) = Head::parse(&bytes) {
+        assert_eq!(head.present.count() as usize, head.digests.len());
+        assert_eq!(head.groups(), head.digests.len().div_ceil(GROUP_BLOCKS));
+        for local in head.present.iter() {
+            assert!(head.position(local).is_some());
+        }
+        let _ = head.verify(&bytes);
+    }
+}
+
+/// A page of a recipe; what is accepted covers its blocks and round-trips.
+pub fn page(bytes: &[u8]) {
+    let [a, b, containers, rest @ ..] = bytes else {
+        return;
+    };
+    let blocks = usize::from(u16::from_le_bytes([*a, *b])) % (PAGE_BLOCKS + 1);
+    let mut forged = Vec::new();
+    let segments = blocks.div_ceil(512);
+    put_varint(&mut forged, segments as u64);
+    forged.resize(forged.len() + segments * Digest::LEN, 7);
+    put_varint(&mut forged, rest.len() as u64);
+    forged.extend(zstd::bulk::compress(rest, 1).unwrap_or_default());
+    for bytes in [rest, &forged] {
+        if let Ok(page) = Page::decode(bytes, blocks, usize::from(*containers)) {
+            let total: usize = page.runs.iter().map(|r| r.blocks as usize).sum();
+            assert_eq!(total, blocks);
+            assert_eq!(
+                Page::decode(&page.encode(), blocks, usize::from(*containers)),
+                Ok(page)
+            );
+        }
+    }
+}
+
+/// The head of a recipe.
+pub fn recipe_head(bytes: &[u8]) {
+    let _ = RecipeHead::decode(bytes);
+    if let Ok((head, _)) = RecipeHead::decode(&head_for_fuzzing(bytes)) {
+        assert_eq!(RecipeHead::decode(&head.encode()).map(|d| d.0), Ok(head));
+    }
+}
+
+/// What a snapshot uses.
+pub fn uses(bytes: &[u8]) {
+    let _ = Uses::decode(bytes);
+    if let Ok(uses) = Uses::decode(&uses_for_fuzzing(bytes)) {
+        assert_eq!(Uses::decode(&uses.encode()), Ok(uses));
+    }
+}
+
+/// The small records.
+pub fn records(bytes: &[u8]) {
+    for sealed in seal_all_for_fuzzing(bytes) {
+        let _ = VaultRecord::decode(&sealed);
+        let _ = HookRecord::decode(&sealed);
+        if let Ok(record) = SnapshotRecord::decode(&sealed) {
+            assert_eq!(SnapshotRecord::decode(&record.encode()), Ok(record));
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! What a backup knows of the containers there are: their places, and the sparse index over them.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use drover_core::Digest;
+
+use crate::container::{ContainerId, Head, MAX_HEAD};
+use crate::error::Result;
+use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
+use crate::record::HookRecord;
+use crate::sparse::{Found, List, MAX_CHAMPIONS, Ordinal, SparseIndex, hooks_of};
+use crate::vault::Vault;
+
+struct Known {
+    id: ContainerId,
+    machine: u32,
+    generation: u32,
+    /// A collector is at it, or it cannot be read: no new references.
+    excluded: bool,
+}
+
+/// The index of a vault, as it was when it was loaded.
+pub(crate) struct VaultIndex {
+    sparse: SparseIndex,
+    known: Vec<Known>,
+    machines: Vec<Machine>,
+    /// Lists that may still be loaded for single blocks of the window.
+    left: usize,
+}
+
+/// The newest generation of each container, with its length.
+pub(crate) type Places = HashMap<ContainerId, (Machine, u32, u64)>;
+
+impl Vault {
+    /// The containers of a machine, or of all.
+    pub(crate) fn containers(&self, machine: Option<&Machine>) -> Result<Places> {
+        let prefix = match machine {
+            Some(machine) => format!("containers/{}", machine.component()),
+            None => "containers".to_owned(),
+        };
+        let mut places = Places::new();
+        for object in self.objects.list(&prefix)? {
+            let Some((machine, id, generation)) = parse_container_key(&object.key) else {
+                continue;
+            };
+            let place = places
+                .entry(id)
+                .or_insert_with(|| (machine.clone(), generation, object.size));
+            if place.1 < generation {
+                *place = (machine, generation, object.size);
+            }
+        }
+        Ok(places)
+    }
+
+    /// The containers that collectors have marked.
+    pub(crate) fn marked(&self) -> Result<HashSet<ContainerId>> {
+        let listed = self.objects.list("marks")?;
+        Ok(listed
+            .iter()
+            .filter_map(|o| parse_mark_key(&o.key))
+            .collect())
+    }
+
+    /// The head of a container; none if it is gone.
+    pub(crate) fn head(
+        &self,
+        machine: &Machine,
+        id: ContainerId,
+        generation: u32,
+    ) -> Result<Option<Head>> {
+        let key = container_key(machine, id, generation);
+        let Some(bytes) = self.objects.get_range(&key, 0..MAX_HEAD as u64)? else {
+            return Ok(None);
+        };
+        match Head::parse(&bytes) {
+            Ok(head) if head.id == id && head.generation == generation => Ok(Some(head)),
+            Ok(_) => Err(self.damaged(&key, &"it is another container")),
+            Err(error) => Err(self.damaged(&key, &error)),
+        }
+    }
+}
+
+impl VaultIndex {
+    /// Loads the index: from the hooks that sessions left, and from the heads of containers that those do not cover.
+    pub(crate) fn load(vault: &Vault) -> Result<VaultIndex> {
+        // First the marks: a container that is marked later is found out at the commit.
+        let marked = vault.marked()?;
+        let mut index = VaultIndex {
+            sparse: SparseIndex::default(),
+            known: Vec::new(),
+            machines: Vec::new(),
+            left: 0,
+        };
+        let mut by_id = HashMap::new();
+        let mut places: Vec<_> = vault.containers(None)?.into_iter().collect();
+        places.sort_unstable_by_key(|(id, _)| *id);
+        for (id, (machine, generation, _)) in places {
+            let ordinal = index.add(id, &machine, generation, marked.contains(&id));
+            by_id.insert(id, (ordinal, false));
+        }
+        for object in vault.objects.list("hooks")? {
+            let Some(bytes) = vault.objects.get(&object.key)? else {
+                continue;
+            };
+            let Ok(record) = HookRecord::decode(&bytes) else {
+                tracing::warn!(
+                    "the hooks {} are damaged; reading containers instead",
+                    object.key
+                );
+                continue;
+            };
+            for (id, tags) in record.containers {
+                if let Some((ordinal, covered)) = by_id.get_mut(&id).filter(|(_, covered)| !covered)
+                {
+                    *covered = true;
+                    tags.iter()
+                        .for_each(|&t| index.sparse.add_hook(t, *ordinal));
+                }
+            }
+        }
+        let mut bare: Vec<Ordinal> = by_id
+            .values()
+            .filter(|(_, c)| !c)
+            .map(|(o, _)| *o)
+            .collect();
+        bare.sort_unstable();
+        for ordinal in bare {
+            if let Some(head) = index.read_head(vault, ordinal)? {
+                let sparse = &mut index.sparse;
+                hooks_of(&head.digests).for_each(|t| sparse.add_hook(t, ordinal));
+            }
+        }
+        Ok(index)
+    }
+
+    fn add(
+        &mut self,
+        id: ContainerId,
+        machine: &Machine,
+        generation: u32,
+        excluded: bool,
+    ) -> Ordinal {
+        let known = self.machines.iter().position(|m| m == machine);
+        let machine = known.unwrap_or_else(|| {
+            self.machines.push(machine.clone());
+            self.machines.len() - 1
+        }) as u32;
+        self.known.push(Known {
+            id,
+            machine,
+            generation,
+            excluded,
+        });
+        Ordinal(self.known.len() as u32 - 1)
+    }
+
+    /// Damage of a container costs duplicates, not the backup.
+    fn read_head(&mut self, vault: &Vault, ordinal: Ordinal) -> Result<Option<Head>> {
+        let known = &mut self.known[ordinal.0 as usize];
+        let machine = &self.machines[known.machine as usize];
+        match vault.head(machine, known.id, known.generation) {
+            Ok(Some(head)) => return Ok(Some(head)),
+            Ok(None) => {}
+            Err(error) if error.is_damage() => tracing::warn!("{error}"),
+            Err(error) => return Err(error),
+        }
+        known.excluded = true;
+        Ok(None)
+    }
+
+    /// Adds a container of this session.
+    pub(crate) fn add_own(&mut self, id: ContainerId, machine: &Machine, list: List) -> Ordinal {
+        let ordinal = self.add(id, machine, 0, false);
+        let sparse = &mut self.sparse;
+        hooks_of(&list.digests).for_each(|t| sparse.add_hook(t, ordinal));
+        self.sparse.load(ordinal, Arc::new(list));
+        ordinal
+    }
+
+    /// Loads what may have the blocks of a window.
+    pub(crate) fn prepare(&mut self, vault: &Vault, window: &[Digest]) -> Result<()> {
+        self.left = MAX_CHAMPIONS;
+        let known = &self.known;
+        let usable = |o: Ordinal| !known[o.0 as usize].excluded;
+        for ordinal in self.sparse.champions(window, usable) {
+            self.load_list(vault, ordinal)?;
+        }
+        Ok(())
+    }
+
+    fn load_list(&mut self, vault: &Vault, ordinal: Ordinal) -> Result<()> {
+        if let Some(head) = self.read_head(vault, ordinal)? {
+            let list = List::new(head.id, head.digests, &head.present);
+            self.sparse.load(ordinal, Arc::new(list));
+        }
+        Ok(())
+    }
+
+    /// Where a block of the window is.
+    pub(crate) fn find(
+        &mut self,
+        vault: &Vault,
+        digest: &Digest,
+        before: Option<Found>,
+    ) -> Result<Option<Found>> {
+        let found = self.sparse.find(digest, before);
+        if found.is_some() || self.left == 0 {
+            return Ok(found);
+        }
+        for ordinal in self.sparse.small_ones(digest) {
+            if self.left > 0 && !self.known[ordinal.0 as usize].excluded {
+                self.left -= 1;
+                self.load_list(vault, ordinal)?;
+            }
+        }
+        Ok(self.sparse.find(digest, None))
+    }
+
+    /// The machine and id of a container.
+    pub(crate) fn place(&self, ordinal: Ordinal) -> (&Machine, ContainerId) {
+        let known = &self.known[ordinal.0 as usize];
+        (&self.machines[known.machine as usize], known.id)
+    }
+
+    /// The generation of each container whose list may have been used.
+    pub(crate) fn generations(&self) -> HashMap<ContainerId, u32> {
+        self.known.iter().map(|k| (k.id, k.generation)).collect()
+    }
+
+    pub(crate) fn hook_bytes(&self) -> usize {
+        self.sparse.hook_bytes()
+    }
+}

@@ -1,0 +1,72 @@
+//! The vault: snapshots of disk images in an object store, deduplicated across all machines.
+//!
+//! A [`Vault`] stands on [`Objects`], which write once: [`Vault::backup`] makes a snapshot, [`Vault::open_snapshot`]
+//! reads one, [`Vault::restore`] writes it to a file, [`Vault::forget`] and [`Vault::collect`] delete, [`Vault::check`]
+//! verifies. What is stored, and why no crash and no concurrent deletion loses anything, is in
+//! `docs/format/vault.md`.
+//!
+//! What must not live here: the command line, networking, unsafe code, and image formats (those are in `image`).
+//!
+//! ```
+//! use drover_vault::{Machine, Vault};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let dir = tempfile::tempdir()?;
+//! std::fs::write(dir.path().join("web.raw"), vec![7; 1 << 20])?;
+//! std::fs::create_dir(dir.path().join("vault"))?;
+//!
+//! let vault = Vault::create(&dir.path().join("vault"))?;
+//! let made = vault.backup(&dir.path().join("web.raw"), &Machine::new("web")?, "host", &mut |_| {})?;
+//! // 256 blocks, all the same.
+//! assert_eq!((made.record.data_bytes, made.record.new_bytes), (1 << 20, 4096));
+//!
+//! let snapshot = vault.open_snapshot(&made.id)?;
+//! vault.restore(&snapshot, &dir.path().join("again.raw"), &mut |_| {})?;
+//! assert_eq!(std::fs::read(dir.path().join("again.raw"))?, vec![7; 1 << 20]);
+//! # Ok(())
+//! # }
+//! ```
+
+mod backup;
+mod check;
+mod collect;
+pub mod container;
+mod error;
+mod file;
+#[cfg(fuzzing)]
+pub mod fuzzing;
+mod index;
+mod keep;
+mod lru;
+mod names;
+mod objects;
+mod reader;
+mod recipe;
+mod record;
+mod restore;
+mod sealer;
+mod snapshot;
+mod sparse;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+mod uses;
+mod vault;
+
+pub use backup::{Backup, BackupProgress};
+pub use check::{CheckReport, Checking, Problem};
+pub use collect::{Collected, Forgotten, Stats};
+pub use container::{ContainerId, SessionId};
+pub use error::{Result, StoreError, VaultError};
+pub use file::SnapshotFile;
+pub use keep::Keep;
+pub use names::{Machine, Reference, SnapshotId};
+pub use objects::{Listed, LocalObjects, Objects};
+pub use recipe::{Page, RecipeError, RecipeHead};
+pub use record::{HookRecord, Made, SnapshotRecord, VaultRecord};
+pub use restore::{RestoreProgress, Restored};
+pub use snapshot::Snapshot;
+pub use uses::Uses;
+pub use vault::{Entry, Vault};
+
+#[cfg(test)]
+mod tests;

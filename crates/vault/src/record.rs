@@ -1,0 +1,222 @@
+//! The small objects: the vault itself, the record of a snapshot, the hooks of what a session stored
+//! (`docs/format/vault.md`).
+
+use std::io::Read;
+
+use drover_core::Digest;
+use drover_storage::{Envelope, EnvelopeError};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::container::ContainerId;
+
+/// Most bytes of a record.
+pub const MAX_RECORD_BYTES: u64 = 64 << 10;
+/// Most bytes of a session's hooks.
+pub const MAX_HOOKS_BYTES: u64 = 64 << 20;
+
+const VAULT: Envelope = Envelope {
+    magic: *b"DRVRVLT\0",
+    version: 1,
+    max_bytes: MAX_RECORD_BYTES,
+};
+const SNAPSHOT: Envelope = Envelope {
+    magic: *b"DRVRSNP\0",
+    version: 1,
+    max_bytes: MAX_RECORD_BYTES,
+};
+const HOOKS: Envelope = Envelope {
+    magic: *b"DRVRHKS\0",
+    version: 1,
+    max_bytes: MAX_HOOKS_BYTES,
+};
+
+/// Why bytes are no record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// Of another kind, or damaged.
+    #[error(transparent)]
+    Envelope(#[from] EnvelopeError),
+    /// Not what the version says.
+    #[error("it contradicts itself")]
+    Malformed,
+}
+
+fn decode<T: DeserializeOwned>(kind: Envelope, bytes: &[u8]) -> Result<T, RecordError> {
+    match postcard::take_from_bytes(kind.open(bytes)?) {
+        Ok((value, [])) => Ok(value),
+        _ => Err(RecordError::Malformed),
+    }
+}
+
+/// The bytes of one zstd frame, if they are `raw`; memory grows with what is there, not with what is claimed.
+pub(crate) fn unpack(packed: &[u8], raw: usize) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let decoder = zstd::stream::Decoder::new(packed).ok()?.single_frame();
+    decoder.take(raw as u64 + 1).read_to_end(&mut bytes).ok()?;
+    (bytes.len() == raw).then_some(bytes)
+}
+
+/// A body in the envelope of each kind.
+#[cfg(fuzzing)]
+pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 3] {
+    [VAULT, SNAPSHOT, HOOKS].map(|kind| kind.seal(body))
+}
+
+fn encode<T: Serialize>(kind: Envelope, value: &T) -> Vec<u8> {
+    kind.seal(&postcard::to_stdvec(value).expect("plain data can be encoded"))
+}
+
+/// How blocks are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Chunking {
+    /// Blocks of 4 KiB.
+    Fixed4K,
+}
+
+/// Where duplicates are looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Share {
+    /// In all machines of the vault.
+    All,
+}
+
+/// The object `vault`: what a vault is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VaultRecord {
+    /// A random number.
+    pub id: [u8; 16],
+    /// When it was created, in seconds since 1970.
+    pub created: i64,
+    /// How blocks are cut.
+    pub chunking: Chunking,
+    /// Where duplicates are looked for.
+    pub share: Share,
+}
+
+impl VaultRecord {
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(VAULT, self)
+    }
+
+    /// Reads a record.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        decode(VAULT, bytes)
+    }
+}
+
+/// What became of an attempt to make a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SnapshotRecord {
+    /// It was made.
+    Made(Box<Made>),
+    /// A collector gave it up for dead before that.
+    Aborted,
+}
+
+/// A snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Made {
+    /// The file it was made of.
+    pub source: String,
+    /// The host that made it.
+    pub host: String,
+    /// The file's format.
+    pub format: String,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+    /// Size of the disk in bytes.
+    pub disk_bytes: u64,
+    /// Bytes of the blocks that are not zero.
+    pub data_bytes: u64,
+    /// Bytes of those that no snapshot had before.
+    pub new_bytes: u64,
+    /// What those take in containers, compressed.
+    pub stored_bytes: u64,
+    /// The digest that proves every block.
+    pub root: Digest,
+}
+
+impl SnapshotRecord {
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(SNAPSHOT, self)
+    }
+
+    /// Reads a record.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        decode(SNAPSHOT, bytes)
+    }
+}
+
+/// The hooks of the containers that a session wrote: a cache of what their heads say.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HookRecord {
+    /// Each container, and the tags of its hooks.
+    pub containers: Vec<(ContainerId, Vec<u32>)>,
+}
+
+impl HookRecord {
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(HOOKS, self)
+    }
+
+    /// Reads hooks.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        decode(HOOKS, bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn records_and_back() {
+        let record = SnapshotRecord::Made(Box::new(Made {
+            source: "/srv/web.qcow2".into(),
+            host: "lyon".into(),
+            format: "qcow2".into(),
+            file_bytes: 1,
+            disk_bytes: 2,
+            data_bytes: 3,
+            new_bytes: 4,
+            stored_bytes: 5,
+            root: Digest([7; 32]),
+        }));
+        for record in [record, SnapshotRecord::Aborted] {
+            let bytes = record.encode();
+            assert_eq!(SnapshotRecord::decode(&bytes), Ok(record));
+            for at in 0..bytes.len() {
+                let mut bad = bytes.clone();
+                bad[at] ^= 4;
+                assert!(SnapshotRecord::decode(&bad).is_err());
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn hostile_records(body in proptest::collection::vec(any::<u8>(), 0..80)) {
+            for kind in [VAULT, SNAPSHOT, HOOKS] {
+                let bytes = kind.seal(&body);
+                let _ = (VaultRecord::decode(&bytes), SnapshotRecord::decode(&bytes), HookRecord::decode(&bytes));
+            }
+        }
+    }
+}

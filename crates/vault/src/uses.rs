@@ -1,0 +1,165 @@
+//! Which blocks of which containers a snapshot uses (`docs/format/vault-uses.md`): what deletion goes by.
+
+use std::collections::BTreeMap;
+
+use drover_core::{put_varint, take_varint};
+use drover_storage::{Envelope, EnvelopeError};
+use roaring::RoaringBitmap;
+
+use crate::container::{ContainerId, LocalIds, MAX_BLOCKS};
+use crate::names::Machine;
+use crate::recipe::MAX_CONTAINERS;
+use crate::record::unpack;
+
+/// Most bytes before compression.
+pub const MAX_USES_BYTES: usize = 256 << 20;
+
+const KIND: Envelope = Envelope {
+    magic: *b"DRVRUSE\0",
+    version: 1,
+    max_bytes: MAX_USES_BYTES as u64,
+};
+
+/// Why bytes are no uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum UsesError {
+    /// Of another kind, or damaged.
+    #[error(transparent)]
+    Envelope(#[from] EnvelopeError),
+    /// Fields that contradict each other.
+    #[error("it contradicts itself")]
+    Malformed,
+}
+
+/// The blocks that a snapshot uses, by container.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Uses {
+    /// The machine of each container, and which blocks.
+    pub containers: BTreeMap<ContainerId, (Machine, LocalIds)>,
+}
+
+impl Uses {
+    /// Adds a block.
+    pub fn insert(&mut self, machine: &Machine, id: ContainerId, local: u16) {
+        self.containers
+            .entry(id)
+            .or_insert_with(|| (machine.clone(), LocalIds::default()))
+            .1
+            .insert(local);
+    }
+
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut machines: Vec<&Machine> = self.containers.values().map(|(m, _)| m).collect();
+        machines.sort_unstable();
+        machines.dedup();
+        let mut body = Vec::new();
+        put_varint(&mut body, machines.len() as u64);
+        for machine in &machines {
+            put_varint(&mut body, machine.as_str().len() as u64);
+            body.extend_from_slice(machine.as_str().as_bytes());
+        }
+        put_varint(&mut body, self.containers.len() as u64);
+        let mut last = 0;
+        for (id, (machine, used)) in &self.containers {
+            put_varint(&mut body, id.0 - last);
+            last = id.0;
+            let owner = machines.binary_search(&machine).unwrap_or_default();
+            put_varint(&mut body, owner as u64);
+            let mut bits =
+                RoaringBitmap::from_sorted_iter(used.iter().map(u32::from)).unwrap_or_default();
+            bits.optimize();
+            put_varint(&mut body, bits.serialized_size() as u64);
+            bits.serialize_into(&mut body).expect("memory takes all");
+        }
+        let mut out = Vec::new();
+        put_varint(&mut out, body.len() as u64);
+        out.extend(zstd::bulk::compress(&body, 3).unwrap_or_default());
+        KIND.seal(&out)
+    }
+
+    /// Reads uses.
+    ///
+    /// # Errors
+    /// [`UsesError`].
+    pub fn decode(bytes: &[u8]) -> Result<Uses, UsesError> {
+        let mut rest = KIND.open(bytes)?;
+        let raw = take_varint(&mut rest)
+            .and_then(|n| usize::try_from(n).ok())
+            .filter(|&n| n <= MAX_USES_BYTES)
+            .ok_or(UsesError::Malformed)?;
+        let body = unpack(rest, raw).ok_or(UsesError::Malformed)?;
+        decode_body(&body).ok_or(UsesError::Malformed)
+    }
+}
+
+/// A body in its envelope.
+#[cfg(fuzzing)]
+pub(crate) fn uses_for_fuzzing(body: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    put_varint(&mut out, body.len() as u64);
+    out.extend(zstd::bulk::compress(body, 1).unwrap_or_default());
+    KIND.seal(&out)
+}
+
+fn decode_body(mut rest: &[u8]) -> Option<Uses> {
+    let rest = &mut rest;
+    let count = take_varint(rest).filter(|&n| n <= rest.len() as u64)?;
+    let mut machines = Vec::new();
+    for _ in 0..count {
+        let name = take(rest)?;
+        machines.push(Machine::new(std::str::from_utf8(name).ok()?).ok()?);
+    }
+    let count = take_varint(rest).filter(|&n| n <= MAX_CONTAINERS as u64)?;
+    let mut uses = Uses::default();
+    let mut last = 0u64;
+    for number in 0..count {
+        let step = take_varint(rest).filter(|&step| number == 0 || step > 0)?;
+        last = last.checked_add(step)?;
+        let machine = machines.get(usize::try_from(take_varint(rest)?).ok()?)?;
+        let mut bytes = take(rest)?;
+        let bits = RoaringBitmap::deserialize_from(&mut bytes).ok()?;
+        let fits = bytes.is_empty() && bits.max().is_some_and(|max| (max as usize) < MAX_BLOCKS);
+        fits.then_some(())?;
+        let mut used = LocalIds::default();
+        bits.iter().for_each(|id| used.insert(id as u16));
+        uses.containers
+            .insert(ContainerId(last), (machine.clone(), used));
+    }
+    rest.is_empty().then_some(uses)
+}
+
+fn take<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let n = usize::try_from(take_varint(rest)?).ok()?;
+    let (front, tail) = rest.split_at_checked(n)?;
+    *rest = tail;
+    Some(front)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn uses_and_back(blocks in proptest::collection::vec((0u64..9, 0u16..4096, 0u8..3), 0..400)) {
+            let mut uses = Uses::default();
+            for (id, local, machine) in blocks {
+                uses.insert(&Machine::new(format!("m{machine}")).unwrap(), ContainerId(id << 40), local);
+            }
+            let bytes = uses.encode();
+            prop_assert_eq!(Uses::decode(&bytes).unwrap(), uses);
+            prop_assert!(Uses::decode(&bytes[..bytes.len() - 1]).is_err());
+        }
+
+        #[test]
+        fn hostile_uses_are_refused(body in proptest::collection::vec(any::<u8>(), 0..100)) {
+            let mut out = Vec::new();
+            put_varint(&mut out, body.len() as u64);
+            out.extend(zstd::bulk::compress(&body, 1).unwrap());
+            let _ = Uses::decode(&KIND.seal(&out));
+        }
+    }
+}
