@@ -8,6 +8,7 @@
 //! - [`flocks`]: images that are sent together.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
 //! - [`profiles`]: what machines read first of this site's images.
+//! - [`vaults`]: the vaults that a site knows.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
 //!
 //! ```
@@ -53,3 +54,4 @@ pub mod site;
 pub mod status;
 pub mod text;
 pub mod transfers;
+pub mod vaults;

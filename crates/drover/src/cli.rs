@@ -25,6 +25,7 @@ mod replicate;
 mod space;
 mod transfers;
 mod values;
+mod vault;
 
 pub use audit::AuditArgs;
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
@@ -46,6 +47,9 @@ pub use values::DomainArg;
 pub use values::Format;
 pub use values::ImageAt;
 use values::image_name;
+pub use vault::{
+    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultOption,
+};
 
 /// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.
 ///
@@ -66,6 +70,7 @@ Examples:
                                         keep a copy of a machine's disks at lyon
   drover images lyon                    list the images at lyon
   drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
+  drover snapshot web.qcow2             keep the state of an image in a vault
 
 Units:
   sizes      in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024,
@@ -80,7 +85,7 @@ Exit codes:
   1  failed
   2  usage error
   3  refused by a site (not trusted, no space, name or size not accepted, image in use),
-     or no such image, transfer, peer or mount
+     or no such image, snapshot, transfer, peer or mount
   4  replicate: the replica has taken over at the peer"
 )]
 pub struct Cli {
@@ -116,6 +121,10 @@ pub enum Command {
     Mounts(MountsArgs),
     Changes(ChangesArgs),
     Profile(ProfileArgs),
+    Vault(VaultArgs),
+    Snapshot(SnapshotArgs),
+    Snapshots(SnapshotsArgs),
+    Restore(RestoreArgs),
     Space(SpaceArgs),
     Images(ImagesArgs),
     Transfers(TransfersArgs),

@@ -27,6 +27,7 @@ mod space;
 mod status;
 mod tickets;
 mod transfers;
+mod vault;
 
 use std::process::ExitCode;
 
@@ -75,6 +76,8 @@ fn main() -> ExitCode {
         Command::Evacuate(args) => args.json,
         Command::Move(args) => args.json,
         Command::Replicate(args) => args.json,
+        Command::Snapshot(args) => args.json,
+        Command::Restore(args) => args.json,
         _ => false,
     };
     match run(cli) {
@@ -151,6 +154,10 @@ fn run(cli: Cli) -> Result<()> {
             };
             wait(profile::profile(&home, args))
         }
+        Command::Vault(args) => vault::vault(cli.home.as_deref(), args),
+        Command::Snapshot(args) => vault::snapshot(cli.home.as_deref(), &args),
+        Command::Snapshots(args) => vault::snapshots(cli.home.as_deref(), &args),
+        Command::Restore(args) => vault::restore(cli.home.as_deref(), &args),
         Command::Space(args) => space::space(&of(&args.of)?, &args),
         Command::Changes(mut args) => {
             let home = match &mut args.action {

@@ -1,0 +1,224 @@
+//! The command line of vaults and snapshots.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueHint};
+use drover_agent::text;
+use drover_vault::{Machine, Reference};
+
+/// Which vault.
+#[derive(Debug, Args)]
+pub struct VaultOption {
+    /// Directory of the vault [default: the only one that was created from this site]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub vault: Option<PathBuf>,
+}
+
+/// Create a vault, a deduplicated store of snapshots; show and verify it, delete snapshots
+///
+/// A vault is a directory. It stores every block of 4 KiB once, whatever machine and snapshot it is of, compressed. Several commands, also of several
+/// hosts that share the directory, may use it at once.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault init /srv/vault
+  drover vault stats
+  drover vault forget --keep-last 7 --keep-weekly 4 --keep-monthly 6 --dry-run
+  drover vault compact
+  drover vault check --full")]
+pub struct VaultArgs {
+    #[command(subcommand)]
+    pub action: VaultAction,
+}
+
+/// The commands of `vault`.
+#[derive(Debug, Subcommand)]
+pub enum VaultAction {
+    /// Create a vault in an empty directory
+    ///
+    /// Creates the directory, and this site's, if they do not exist.
+    #[command(after_help = "\
+Examples:
+  drover vault init /srv/vault")]
+    Init {
+        /// Directory of the vault
+        #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+        dir: PathBuf,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    Forget(ForgetArgs),
+    /// Free what only forgotten snapshots used, and what interrupted backups left
+    ///
+    /// Containers without any block in use are removed, those that are at least half garbage are written again. Backups and restores may go on
+    /// meanwhile. A restore of a snapshot that was forgotten less than --grace ago still works.
+    #[command(after_help = "\
+Examples:
+  drover vault compact
+  drover vault compact --grace 0s
+  drover vault compact --limit 50M")]
+    Compact {
+        /// Keep what was forgotten less than this ago
+        #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "1h")]
+        grace: Duration,
+        /// Maximum rate at which containers are rewritten, in bytes per second, such as 50M [default: unlimited]
+        #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
+        limit: Option<u64>,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+    /// Verify a vault
+    ///
+    /// Every snapshot must have its objects, and every container in use its blocks. One container in 16 is read and verified as a whole; with --full, all are.
+    /// Damage is listed with the snapshots that it affects; then the exit code is 1.
+    #[command(after_help = "\
+Examples:
+  drover vault check
+  drover vault check --full")]
+    Check {
+        /// Read and verify every block
+        #[arg(long)]
+        full: bool,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+    /// Show how much a vault holds, and how much space that takes
+    #[command(after_help = "\
+Examples:
+  drover vault stats
+  drover vault stats --json")]
+    Stats {
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+}
+
+/// Delete snapshots: those named, or of each machine those that --keep-... does not keep
+///
+/// They are not listed any more at once; `drover vault compact` frees their space. What is freed is exact: blocks that other
+/// snapshots use stay. Of a day, a week (from Monday) or a month, the last snapshot is kept; all times are UTC.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault forget --keep-last 7 --keep-weekly 4 --keep-monthly 6 --dry-run
+  drover vault forget web --keep-daily 14
+  drover vault forget web@2026-11-20T10:00:00Z
+  drover vault forget web              all of them, after a question")]
+pub struct ForgetArgs {
+    /// Machines, or single snapshots [default: every machine]
+    #[arg(value_name = "NAME[@TIME]")]
+    pub names: Vec<String>,
+    /// Keep the newest N snapshots of each machine
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_last: u32,
+    /// Keep the last snapshot of each of the newest N days that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_daily: u32,
+    /// Keep the last snapshot of each of the newest N weeks that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_weekly: u32,
+    /// Keep the last snapshot of each of the newest N months that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_monthly: u32,
+    /// Show what would be deleted
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Do not ask for confirmation
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Print one JSON object for each snapshot, then one for the result
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub of: VaultOption,
+}
+
+/// Make a snapshot of an image file in a vault
+///
+/// The image must not be in use by a program that writes to it. Blocks that the vault has already, of whatever machine, are not stored again. The file can be restored byte for byte,
+/// container format included. Other files that it names, such as a backing file, are not part of it.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover snapshot web.qcow2
+  drover snapshot /srv/images/web.qcow2 --as web
+  drover snapshot web.qcow2 --vault /mnt/vault")]
+pub struct SnapshotArgs {
+    /// Image file, or block device
+    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    pub image: PathBuf,
+    /// Name of the machine in the vault [default: the name of the file, without its extension]
+    #[arg(long = "as", value_name = "NAME", value_parser = machine)]
+    pub name: Option<Machine>,
+    /// Print one JSON object per line: progress events, then the result
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub of: VaultOption,
+}
+
+/// List snapshots
+///
+/// TIME is UTC. SIZE is the length of the file, DATA that of its blocks that are not zero, NEW that of blocks that the vault did not have, STORED what those took.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover snapshots
+  drover snapshots web --json")]
+pub struct SnapshotsArgs {
+    /// Name of a machine [default: all]
+    #[arg(value_name = "NAME", value_parser = machine)]
+    pub name: Option<Machine>,
+    /// Print one JSON object per line
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub of: VaultOption,
+}
+
+/// Write a snapshot to a file, byte for byte as it was
+///
+/// A new file gets its name when it is complete. In a file that exists, only what differs is overwritten, in place: if that is interrupted, the file is
+/// damaged until the command is repeated.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover restore web@latest web.qcow2
+  drover restore web@2026-11-20 /srv/images/web.qcow2 --yes")]
+pub struct RestoreArgs {
+    /// The snapshot: a name and a time (UTC) or the beginning of one, or latest
+    #[arg(value_name = "NAME@TIME", value_parser = reference)]
+    pub snapshot: Reference,
+    /// The file to write
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub file: PathBuf,
+    /// Overwrite an existing file without asking
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Print one JSON object per line: progress events, then the result
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub of: VaultOption,
+}
+
+fn machine(text: &str) -> Result<Machine, String> {
+    Machine::new(text).map_err(|e| e.to_string())
+}
+
+fn reference(text: &str) -> Result<Reference, String> {
+    Reference::parse(text).ok_or_else(|| {
+        "use NAME@latest, NAME@2026-11-20 or NAME@2026-11-20T10:00:00Z; `drover snapshots` lists them".into()
+    })
+}

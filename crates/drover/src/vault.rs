@@ -1,0 +1,423 @@
+//! `vault`, `snapshot`, `snapshots` and `restore`.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use drover_agent::error::Error;
+use drover_agent::home::{Chosen, Home};
+use drover_agent::text::{bytes, clean, count};
+use drover_agent::vaults;
+use drover_vault::{Checking, Entry, Keep, Machine, Reference, SnapshotId, Vault};
+use serde_json::{Value, json};
+
+use crate::bar::Bar;
+use crate::cli::{
+    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultOption,
+};
+use crate::failure::usage;
+use crate::{out, prompt};
+
+/// A check without --full reads one container in so many.
+const SAMPLE: u32 = 16;
+/// How often progress is printed as JSON.
+const EVERY: Duration = Duration::from_secs(1);
+
+fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
+    let existing = || Home::existing(Home::locate(home)?);
+    Ok(vaults::open(of.vault.as_deref(), existing)?)
+}
+
+/// `drover vault`.
+///
+/// # Errors
+/// Those of each command.
+pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
+    match args.action {
+        VaultAction::Init { dir, json } => init(home, &dir, json),
+        VaultAction::Forget(args) => forget(&open(home, &args.of)?, &args),
+        VaultAction::Compact {
+            grace,
+            limit,
+            json,
+            of,
+        } => compact(&open(home, &of)?, grace, limit, json),
+        VaultAction::Check { full, json, of } => check(&open(home, &of)?, full, json),
+        VaultAction::Stats { json, of } => stats(&open(home, &of)?, json),
+    }
+}
+
+fn init(home: Option<&Path>, dir: &Path, as_json: bool) -> Result<()> {
+    // With its identity: without one it is no site.
+    let (home, _) = Home::init(Home::locate(home)?, &Chosen::default())?;
+    let dir = std::path::absolute(dir)?;
+    Vault::create(&dir).map_err(Error::from)?;
+    vaults::add(&home, &dir)?;
+    match as_json {
+        true => out::json(&json!({"vault": dir})),
+        false => out::line(&format!(
+            "created the vault {}",
+            clean(&dir.display().to_string())
+        )),
+    }
+}
+
+/// Progress of a command, as a bar or as JSON events.
+struct Progress {
+    bar: Bar,
+    json: bool,
+    told: Instant,
+}
+
+impl Progress {
+    fn new(label: &str, json: bool) -> Self {
+        Progress {
+            bar: Bar::new(label, json),
+            json,
+            told: Instant::now(),
+        }
+    }
+
+    fn at(&mut self, done: u64, total: u64, more: impl FnOnce() -> Value) {
+        self.bar.at(done, total);
+        if self.json && self.told.elapsed() >= EVERY {
+            self.told = Instant::now();
+            let mut event = json!({"event": "progress", "done_bytes": done, "total_bytes": total});
+            if let (Value::Object(event), Value::Object(more)) = (&mut event, more()) {
+                event.extend(more);
+            }
+            // A reader that is gone does not stop the work.
+            let _ = out::json(&event);
+        }
+    }
+}
+
+fn json_of(entry: &Entry) -> Value {
+    let r = &entry.record;
+    json!({
+        "snapshot": entry.id.to_string(), "name": entry.id.machine.as_str(), "time": entry.id.when(),
+        "time_unix": entry.id.time, "id": entry.id.session.to_string(), "source": r.source, "host": r.host,
+        "format": r.format, "file_bytes": r.file_bytes, "disk_bytes": r.disk_bytes, "data_bytes": r.data_bytes,
+        "new_bytes": r.new_bytes, "stored_bytes": r.stored_bytes, "root": r.root.to_string(),
+    })
+}
+
+/// `drover snapshot`.
+///
+/// # Errors
+/// When the image cannot be read, or the vault cannot be written.
+pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
+    let vault = open(home, &args.of)?;
+    let machine = match &args.name {
+        Some(name) => name.clone(),
+        None => {
+            let stem = args.image.file_stem().unwrap_or_default().to_string_lossy();
+            Machine::new(stem).map_err(|e| usage(format!("{e}; name the machine with --as")))?
+        }
+    };
+    let image = std::path::absolute(&args.image)?;
+    let mut progress = Progress::new(machine.as_str(), args.json);
+    let made = vault.backup(&image, &machine, &vaults::host(), &mut |p| {
+        progress.at(
+            p.done_bytes,
+            p.total_bytes,
+            || json!({"new_bytes": p.new_bytes, "stored_bytes": p.stored_bytes}),
+        );
+    });
+    progress.bar.clear();
+    let made = made.map_err(Error::from)?;
+    for note in &made.notes {
+        out::note(&format!("drover: {}", clean(note)));
+    }
+    let entry = Entry {
+        id: made.id,
+        record: made.record,
+    };
+    if args.json {
+        let mut event = json_of(&entry);
+        event["event"] = "snapshot".into();
+        return out::json(&event);
+    }
+    let r = &entry.record;
+    out::line(&format!(
+        "{}: {} of data, {} of it new, {} stored",
+        clean(&entry.id.to_string()),
+        bytes(r.data_bytes),
+        bytes(r.new_bytes),
+        bytes(r.stored_bytes)
+    ))
+}
+
+/// `drover snapshots`.
+///
+/// # Errors
+/// When the vault cannot be read.
+pub fn snapshots(home: Option<&Path>, args: &SnapshotsArgs) -> Result<()> {
+    let vault = open(home, &args.of)?;
+    let (entries, damaged) = vault.snapshots(args.name.as_ref()).map_err(Error::from)?;
+    for id in &damaged {
+        out::note(&format!(
+            "drover: the record of {} is damaged; see `drover vault check`",
+            clean(&id.to_string())
+        ));
+    }
+    if args.json {
+        return entries
+            .iter()
+            .try_for_each(|entry| out::json(&json_of(entry)));
+    }
+    if entries.is_empty() {
+        out::note("drover: no snapshots");
+        return Ok(());
+    }
+    let rows = entries
+        .iter()
+        .map(|entry| {
+            let r = &entry.record;
+            vec![
+                clean(entry.id.machine.as_str()),
+                entry.id.when(),
+                bytes(r.file_bytes),
+                bytes(r.data_bytes),
+                bytes(r.new_bytes),
+                bytes(r.stored_bytes),
+                clean(&format!("{}:{}", r.host, r.source)),
+            ]
+        })
+        .collect();
+    let heading = ["name", "time", "size", "data", "new", "stored", "from"];
+    out::line(&out::table(&heading, rows, &[2, 3, 4, 5]))
+}
+
+/// `drover restore`.
+///
+/// # Errors
+/// When there is no such snapshot, the vault is damaged, or the file cannot be written.
+pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
+    let vault = open(home, &args.of)?;
+    let entry = vault.find(&args.snapshot).map_err(Error::from)?;
+    if args.file.exists() {
+        let question = format!(
+            "Overwrite {} with {}?",
+            clean(&args.file.display().to_string()),
+            clean(&entry.id.to_string())
+        );
+        prompt::confirm(&question, args.yes)?;
+    }
+    let snapshot = vault.open_snapshot(&entry.id).map_err(Error::from)?;
+    let mut progress = Progress::new(&entry.id.to_string(), args.json);
+    let restored = vault.restore(&snapshot, &args.file, &mut |p| {
+        progress.at(
+            p.done_bytes,
+            p.total_bytes,
+            || json!({"written_bytes": p.written_bytes}),
+        );
+    });
+    progress.bar.clear();
+    let restored = restored.map_err(Error::from)?;
+    if args.json {
+        return out::json(&json!({
+            "event": "restored", "snapshot": entry.id.to_string(), "file": args.file,
+            "file_bytes": restored.file_bytes, "written_bytes": restored.written_bytes, "in_place": restored.in_place,
+        }));
+    }
+    out::line(&format!(
+        "{}: {}, {} written",
+        clean(&args.file.display().to_string()),
+        clean(&entry.id.to_string()),
+        bytes(restored.written_bytes)
+    ))
+}
+
+/// The snapshots that `forget` is about to delete.
+fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotId>> {
+    let mut ids = Vec::new();
+    let mut machines = Vec::new();
+    for name in &args.names {
+        if let Some(reference) = Reference::parse(name) {
+            if !keep.is_nothing() {
+                return Err(usage(format!(
+                    "{} is one snapshot: --keep options are for names of machines",
+                    clean(name)
+                )));
+            }
+            ids.push(vault.find(&reference).map_err(Error::from)?.id);
+        } else {
+            machines.push(Machine::new(name.as_str()).map_err(|e| usage(e.to_string()))?);
+        }
+    }
+    if args.names.is_empty() {
+        if keep.is_nothing() {
+            return Err(usage(
+                "say what to delete: a machine, a snapshot, or what to keep, such as --keep-last 7",
+            ));
+        }
+        machines.extend(vault.machines().map_err(Error::from)?);
+    }
+    for machine in machines {
+        let (entries, _) = vault.snapshots(Some(&machine)).map_err(Error::from)?;
+        if entries.is_empty() && !args.names.is_empty() {
+            return Err(Error::refused(format!("there is no snapshot of {machine}")).into());
+        }
+        let times: Vec<i64> = entries.iter().map(|e| e.id.time).collect();
+        let kept = keep.decide(&times);
+        ids.extend(
+            entries
+                .into_iter()
+                .zip(kept)
+                .filter(|(_, k)| !k)
+                .map(|(e, _)| e.id),
+        );
+    }
+    ids.sort();
+    ids.dedup();
+    Ok(ids)
+}
+
+fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
+    let keep = Keep {
+        last: args.keep_last,
+        daily: args.keep_daily,
+        weekly: args.keep_weekly,
+        monthly: args.keep_monthly,
+    };
+    let ids = chosen(vault, args, &keep)?;
+    let freed = vault.would_free(&ids).map_err(Error::from)?;
+    if !args.dry_run && !ids.is_empty() {
+        if !args.json {
+            for id in &ids {
+                out::note(&clean(&id.to_string()));
+            }
+        }
+        let question = format!("Delete {}?", count(ids.len(), "snapshot"));
+        prompt::confirm(&question, args.yes)?;
+        vault.forget(&ids).map_err(Error::from)?;
+    }
+    if args.json {
+        for id in &ids {
+            out::json(
+                &json!({"event": "forgotten", "snapshot": id.to_string(), "dry_run": args.dry_run}),
+            )?;
+        }
+        return out::json(&json!({
+            "event": "done", "snapshots": freed.snapshots, "garbage_bytes": freed.garbage_bytes,
+            "dead_containers": freed.dead_containers, "dead_bytes": freed.dead_bytes, "dry_run": args.dry_run,
+        }));
+    }
+    if args.dry_run {
+        for id in &ids {
+            out::line(&clean(&id.to_string()))?;
+        }
+    }
+    let verb = if args.dry_run {
+        "would be deleted"
+    } else {
+        "deleted"
+    };
+    out::line(&format!(
+        "{} {verb}; {} of blocks that no other snapshot uses, before compression",
+        count(ids.len(), "snapshot"),
+        bytes(freed.garbage_bytes)
+    ))?;
+    if !args.dry_run && freed.garbage_bytes > 0 {
+        out::note(
+            "drover: `drover vault compact` frees the space, an hour from now at the earliest",
+        );
+    }
+    Ok(())
+}
+
+fn compact(vault: &Vault, grace: Duration, limit: Option<u64>, as_json: bool) -> Result<()> {
+    let done = vault.collect(grace, &mut |bytes| {
+        if let Some(limit) = limit.filter(|&limit| limit > 0) {
+            std::thread::sleep(Duration::from_secs_f64(bytes as f64 / limit as f64));
+        }
+    });
+    let done = done.map_err(Error::from)?;
+    if as_json {
+        return out::json(&json!({
+            "snapshots": done.snapshots, "aborted": done.aborted, "removed": done.removed,
+            "compacted": done.compacted, "freed_bytes": done.freed_bytes, "swept": done.swept,
+        }));
+    }
+    out::line(&format!(
+        "{} freed: {} removed, {} written again",
+        bytes(done.freed_bytes),
+        count(done.removed as usize, "container"),
+        done.compacted
+    ))
+}
+
+fn check(vault: &Vault, full: bool, as_json: bool) -> Result<()> {
+    let how = match full {
+        true => Checking::Full,
+        false => Checking::Sample(SAMPLE),
+    };
+    let bar = Bar::new("check", as_json);
+    let report = vault.check(how, &mut |done, total| bar.at(done, total));
+    bar.clear();
+    let report = report.map_err(Error::from)?;
+    let problems: Vec<Value> = report
+        .problems
+        .iter()
+        .map(|p| {
+            let affected: Vec<String> = p.affected.iter().map(ToString::to_string).collect();
+            json!({"problem": p.what, "snapshots": affected})
+        })
+        .collect();
+    if as_json {
+        out::json(&json!({
+            "snapshots": report.snapshots, "containers": report.containers, "read": report.read,
+            "read_bytes": report.read_bytes, "problems": problems,
+        }))?;
+    } else {
+        for problem in &report.problems {
+            let names: Vec<String> = problem.affected.iter().map(ToString::to_string).collect();
+            out::line(&format!(
+                "{}; affected: {}",
+                clean(&problem.what),
+                drover_agent::text::some(&names)
+            ))?;
+        }
+        out::line(&format!(
+            "{} and {} checked, {} read and verified",
+            count(report.snapshots as usize, "snapshot"),
+            count(report.containers as usize, "container"),
+            bytes(report.read_bytes)
+        ))?;
+    }
+    if !report.problems.is_empty() {
+        bail!(
+            "the vault is damaged: {} found",
+            count(report.problems.len(), "problem")
+        );
+    }
+    Ok(())
+}
+
+fn stats(vault: &Vault, as_json: bool) -> Result<()> {
+    let s = vault.stats().map_err(Error::from)?;
+    if as_json {
+        return out::json(&json!({
+            "vault": vault.place(), "machines": s.machines, "snapshots": s.snapshots, "data_bytes": s.data_bytes,
+            "containers": s.containers, "container_bytes": s.container_bytes, "metadata_bytes": s.metadata_bytes,
+            "used_bytes": s.used_bytes, "garbage_bytes": s.garbage_bytes,
+        }));
+    }
+    let row = |what: &str, n: u64| vec![what.to_owned(), bytes(n)];
+    let rows = vec![
+        row("data of all snapshots", s.data_bytes),
+        row("different blocks of it", s.used_bytes),
+        row("containers, compressed", s.container_bytes),
+        row("metadata", s.metadata_bytes),
+        row("garbage, before compression", s.garbage_bytes),
+    ];
+    out::line(&format!(
+        "{}: {} of {}, {}",
+        clean(&vault.place()),
+        count(s.snapshots as usize, "snapshot"),
+        count(s.machines as usize, "machine"),
+        count(s.containers as usize, "container")
+    ))?;
+    out::line(&out::table(&["what", "size"], rows, &[1]))
+}
