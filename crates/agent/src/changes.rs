@@ -16,6 +16,7 @@ use drover_core::{Digest, ImageName};
 use drover_mount::server::Server;
 use drover_net::request;
 use drover_store::changes::{self, Changes};
+use drover_store::{Catalog, ImageRecord};
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
@@ -94,7 +95,12 @@ pub struct Dropped {
 
 /// The changes that mounts made to an image; `None` when there are none.
 pub fn of_image(home: &Home, name: &ImageName) -> Option<ImageChanges> {
-    changes::of_image(&home.mounted_dir(), name).map(ImageChanges::from)
+    let changes = changes::of_image(&home.mounted_dir(), name)?;
+    let catalog = site::look_at_catalog(home).ok();
+    Some(match &catalog {
+        Some(catalog) => ImageChanges::known(changes, catalog),
+        None => changes.into(),
+    })
 }
 
 /// Request: list the changes of all images; a peer sees those that belong to it or that it wrote.
@@ -146,7 +152,9 @@ impl Audited for Order {
 /// When the site's state cannot be read.
 pub fn on_disk(home: &Home) -> Result<Vec<ImageChanges>> {
     let all = changes::all(&home.mounted_dir())?;
-    Ok(all.into_iter().map(ImageChanges::from).collect())
+    let catalog = site::look_at_catalog(home)?;
+    let known = |changes| ImageChanges::known(changes, &catalog);
+    Ok(all.into_iter().map(known).collect())
 }
 
 /// Drops the changes of an image and reports what was dropped. Blocks on disk I/O.
@@ -209,6 +217,23 @@ pub async fn ask_to_drop(
 }
 
 impl ImageChanges {
+    /// Changes to an image of a catalog. Those that were made while it was still arriving, before its digest was known, are
+    /// shown as what they are: over the image.
+    pub fn known(changes: Changes, catalog: &dyn Catalog) -> ImageChanges {
+        let launched = changes::is_launched(&changes.directory) && !changes.earlier;
+        let record = match launched {
+            true => catalog.by_name(&changes.image).ok().flatten(),
+            false => None,
+        };
+        let of = |record: &ImageRecord| changes.base == Some(changes::in_transit(record.id));
+        let digest = record.filter(of).map(|record| record.digest.to_string());
+        let shown = ImageChanges::from(changes);
+        ImageChanges {
+            base: digest.or(shown.base),
+            ..shown
+        }
+    }
+
     /// Whether the base is known to be the image with this digest, rather than an earlier image of the same name.
     pub fn is_over(&self, digest: &Digest) -> bool {
         let of_another = |base: &String| *base != digest.to_string();

@@ -12,7 +12,7 @@
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
 //! - `profiling`: recording what is read first, and prefetching by it.
-//! - `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
+//! - `launches`: images in transit that are used. `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
 
 mod connector;
 mod control;
@@ -24,6 +24,7 @@ mod front;
 mod in_use;
 mod kernel;
 mod known;
+mod launches;
 mod lease;
 mod leases;
 mod left;
@@ -50,8 +51,9 @@ use control::GetStatus;
 pub use control::{HandTo, Heir, Progress, StopHow};
 pub use daemon::run_daemon;
 pub use end::{end, find};
-pub use in_use::{leased_on_disk, why_held};
+pub use in_use::{is_launched, leased_on_disk, why_held};
 pub use kernel::{choose, guard, survive_write_back};
+pub use launches::{Launched, ListLaunches, launches};
 pub use leases::{
     BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, generations, held,
     is_frozen, is_known, leases_of, leases_on_disk,
@@ -62,7 +64,7 @@ pub use moving::{MoveDisk, MoveStep, Moving, abort_move, move_disk};
 pub use profiling::{Profiled, read as read_profile, start_profile, stop_profile};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use replicating::{ReplicateDisk, Replicating, RoundDone, replicate_disk};
-pub use site_images::{OwnConnector, limited_server, own, site_server};
+pub use site_images::{OwnConnector, Receiving, limited_server, own, site_server};
 pub(crate) use site_images::{open_disk, was_changed};
 pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
@@ -96,6 +98,9 @@ pub async fn begin(
     ready: impl FnOnce(&str, &[String]) -> Result<()>,
 ) -> Result<()> {
     disk::check(home, &images, &how)?;
+    for image in images.iter().filter(|image| image.is_own()) {
+        launches::check(&disk::home_of(home, image)?, &image.image, how.launch).await?;
+    }
     home.try_keep_reserve();
     let place = Place::of(home, &images, &front, how.read_only);
     let Some(kept) = place.keep()? else {
@@ -146,6 +151,14 @@ pub async fn begin(
     done
 }
 
+/// Waits until an image of this site is here, or is being sent, so that it can be launched.
+///
+/// # Errors
+/// When it is not within `limit`.
+pub async fn wait_for(home: &Home, image: &Target, limit: Duration) -> Result<()> {
+    launches::wait_for(&disk::home_of(home, image)?, &image.image, limit).await
+}
+
 /// The status of every mount of a home; a daemon that does not reply within `limit` is reported as such.
 ///
 /// # Errors
@@ -165,6 +178,7 @@ pub async fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
     for (place, why) in &damaged {
         found.push(damaged_status(place, why, limit).await);
     }
+    launches::add_to(home, &mut found).await;
     Ok(found)
 }
 

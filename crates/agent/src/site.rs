@@ -133,7 +133,11 @@ pub async fn open(
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
     // No mount is connected yet, so the lease file decides.
     let state = home.mounted_dir();
+    let images = Arc::clone(&catalog);
     let holder: Arc<Holder> = Arc::new(move |name| {
+        if crate::mounts::is_launched(name, &state, images.as_ref()) {
+            return None;
+        }
         crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
     });
     let (log, domain) = (Arc::clone(home.audit()), home.domain_name().to_owned());
@@ -145,6 +149,14 @@ pub async fn open(
     };
     let (site, repairs) =
         tokio::task::spawn_blocking(move || Site::open_for(config, catalog, callbacks)).await??;
+    let state = home.mounted_dir();
+    site.launched_by(Arc::new(move |name| {
+        let directory = drover_store::changes::directory(&state, name);
+        if !drover_store::changes::is_launched(&directory) {
+            return None;
+        }
+        crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
+    }));
     tell(&repairs);
     Ok(site)
 }

@@ -34,8 +34,8 @@ pub use evacuate::EvacuateArgs;
 pub use flock::{FlockArgs, FlockOptions, MAX_AT_ONCE};
 pub use migrate::{Hypervisor, MigrateArgs, PostCopy};
 pub use mounts::{
-    AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
-    UnmountArgs,
+    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, MountArgs, MountsAction, MountsArgs,
+    OptionArgs, UnmountArgs,
 };
 pub use moves::MoveArgs;
 pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
@@ -117,6 +117,7 @@ pub enum Command {
     Mount(MountArgs),
     Export(ExportArgs),
     Attach(AttachArgs),
+    Launch(LaunchArgs),
     Unmount(UnmountArgs),
     Mounts(MountsArgs),
     Changes(ChangesArgs),

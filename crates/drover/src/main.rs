@@ -64,6 +64,7 @@ fn main() -> ExitCode {
             | Command::Replicate(_)
             | Command::MountDaemon { .. }
             | Command::Export(_)
+            | Command::Launch(_)
             | Command::Pair(_)
             | Command::Serve(_)
             | Command::Teleporter(_)
@@ -104,6 +105,8 @@ fn serves_kernel(command: &Command) -> bool {
         Command::Mount(args) => args.daemon.foreground,
         Command::Attach(args) => args.daemon.foreground,
         Command::Export(args) => !args.background,
+        Command::Launch(args) if args.nbd.is_some() => !args.background,
+        Command::Launch(args) => args.foreground,
         _ => false,
     }
 }
@@ -137,6 +140,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
         Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),
+        Command::Launch(args) => wait(mounts::launch(&existing()?, args, cli.verbose)),
         Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
         Command::Guard { identifier } => Ok(drover_agent::mounts::guard(&identifier)?),

@@ -4,16 +4,18 @@ mod leases;
 mod table;
 mod unmount;
 
+use std::path::Path;
+
 use anyhow::{Context, Result};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::metrics::of_mounts;
-use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Listen, Process, Target, all};
+use drover_agent::mounts::{self, ANSWER_LIMIT, Front, How, Listen, Process, Target, all};
 use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{
-    AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
+    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
 };
 use crate::failure::usage;
 use crate::out;
@@ -48,7 +50,8 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
 /// # Errors
 /// When the images cannot be served.
 pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
-    check_address(&args)?;
+    let tls = args.tls_certificates.as_deref();
+    check_address(&args.nbd, tls, args.allow_local_users)?;
     for (i, image) in args.images.iter().enumerate() {
         if args.images[..i]
             .iter()
@@ -60,17 +63,7 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
             )));
         }
     }
-    let tls = match &args.tls_certificates {
-        Some(dir) => Some(
-            std::path::absolute(dir)
-                .with_context(|| format!("cannot resolve {}", dir.display()))?,
-        ),
-        None => None,
-    };
-    let front = Front::Nbd {
-        listen: args.nbd,
-        tls,
-    };
+    let front = nbd(args.nbd, tls)?;
     let daemon = DaemonArgs {
         foreground: !args.background,
         json: args.json,
@@ -78,11 +71,54 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
     begin(home, args.images, front, args.options, &daemon, verbose).await
 }
 
+fn nbd(listen: Listen, tls: Option<&Path>) -> Result<Front> {
+    let absolute = |dir: &Path| {
+        std::path::absolute(dir).with_context(|| format!("cannot resolve {}", dir.display()))
+    };
+    let tls = tls.map(absolute).transpose()?;
+    Ok(Front::Nbd { listen, tls })
+}
+
+/// `drover launch`.
+///
+/// # Errors
+/// When the image is not there and not on its way, or cannot be served.
+pub async fn launch(home: &Home, args: LaunchArgs, verbose: u8) -> Result<()> {
+    let tls = args.tls_certificates.as_deref();
+    let front = match (&args.nbd, &args.path) {
+        (Some(listen), _) => {
+            check_address(listen, tls, args.allow_local_users)?;
+            nbd(listen.clone(), tls)?
+        }
+        (None, path) => {
+            let path = path.as_deref().unwrap_or(Path::new("."));
+            Front::File {
+                path: std::path::absolute(path)
+                    .with_context(|| format!("cannot resolve {}", path.display()))?,
+                device: args.device,
+                partitions: args.partitions,
+            }
+        }
+    };
+    let daemon = DaemonArgs {
+        foreground: args.foreground || (args.nbd.is_some() && !args.background),
+        json: args.json,
+    };
+    let options = args.options();
+    let image: Target = args.image.as_str().parse().map_err(usage)?;
+    let images = options.in_domain(vec![image])?;
+    let mut how = options.of(&images)?;
+    how.launch = true;
+    if let Some(limit) = args.wait {
+        mounts::wait_for(home, &images[0], limit).await?;
+    }
+    begin_as(home, images, front, how, &daemon, verbose).await
+}
+
 /// Refuses an address at which clients need not prove who they are, but for a Unix socket and what the user allowed.
-fn check_address(args: &ExportArgs) -> Result<()> {
-    let (nbd, dir) = (&args.nbd, args.tls_certificates.as_deref());
+fn check_address(nbd: &Listen, dir: Option<&Path>, allow_local_users: bool) -> Result<()> {
     let Listen::Tcp(_) = nbd else {
-        return match args.allow_local_users {
+        return match allow_local_users {
             true => Err(usage(
                 "--allow-local-users is for an ADDRESS:PORT: a Unix socket is for its owner",
             )),
@@ -92,7 +128,7 @@ fn check_address(args: &ExportArgs) -> Result<()> {
     let ca = dir.map(|dir| dir.join("ca-cert.pem"));
     match ca {
         Some(ca) if ca.exists() => Ok(()),
-        _ if nbd.is_local() && args.allow_local_users => Ok(()),
+        _ if nbd.is_local() && allow_local_users => Ok(()),
         _ if nbd.is_local() => Err(usage(format!(
             "--nbd {nbd}: every user of this host could use the disk: listen on unix:PATH, or allow it with --allow-local-users"
         ))),
@@ -135,6 +171,20 @@ async fn begin(
     daemon: &DaemonArgs,
     verbose: u8,
 ) -> Result<()> {
+    let images = options.in_domain(images)?;
+    let how = options.of(&images)?;
+    begin_as(home, images, front, how, daemon, verbose).await
+}
+
+/// The same with the options as they are recorded.
+async fn begin_as(
+    home: &Home,
+    images: Vec<Target>,
+    front: Front,
+    how: How,
+    daemon: &DaemonArgs,
+    verbose: u8,
+) -> Result<()> {
     let json = daemon.json;
     let by = match daemon.foreground {
         true => Process::This,
@@ -146,8 +196,6 @@ async fn begin(
             false => Error::msg(one_line(e.as_ref())),
         })
     };
-    let images = options.in_domain(images)?;
-    let how = options.of(&images)?;
     let bar = match how.standby {
         true => Bar::new("standing by", json),
         false => Bar::new("waiting", json || how.wait_local.is_none()),

@@ -46,6 +46,7 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
     let images = Arc::new(Noise(Base {
         device: Arc::new(device),
         digest: Digest([1; 32]),
+        arriving: None,
     }));
     let config = Config::new(images, "/nonexistent", 3);
     let server = Server::new(config).expect("threads");

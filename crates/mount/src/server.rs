@@ -3,6 +3,7 @@
 //! the order that `net::group` permits.
 
 mod absences;
+mod arriving;
 mod blocking;
 mod changes;
 mod connection;
@@ -42,6 +43,7 @@ use crate::protocol::{
 };
 
 pub use absences::Absences;
+pub use arriving::{Arrival, Arriving};
 pub use changes::{Claim, ClaimEnd, View};
 pub use counters::MountCounts;
 pub use generations::{OldCopy, freeze_on_disk, generations_on_disk, keep_on_disk};
@@ -548,6 +550,7 @@ impl Server {
             shape,
             shared: mount.shared.clone(),
             pool: self.pool.clone(),
+            runtime: tokio::runtime::Handle::current(),
             counters: self.counters.clone(),
             bodies: self.bodies.clone(),
             written: mount.written.clone(),

@@ -66,6 +66,11 @@ impl SyncedFile {
         }
     }
 
+    /// The disk that it is on.
+    pub fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
     /// Makes its contents durable.
     ///
     /// # Errors

@@ -9,10 +9,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use drover_core::{Digest, ImageName};
 use drover_device::backend::overlay;
+use drover_index::ImageId;
 use drover_storage::{Directory, HostDirectory};
 
-use crate::StoreError;
 use crate::lease::{Holder, LeaseTable, has_overlay};
+use crate::{ImageRecord, StoreError};
 
 /// The directory of all overlays and leases.
 const OVERLAYS: &str = "overlays";
@@ -46,6 +47,48 @@ pub struct Changes {
 #[must_use]
 pub fn directory(state: &Path, name: &ImageName) -> PathBuf {
     state.join(OVERLAYS).join(name.as_str())
+}
+
+/// Marks an image that was written, or read, while it was still arriving: by mounts it is known by
+/// [`in_transit`] instead of its digest, which was not known then.
+const LAUNCHED: &str = "launched";
+
+/// What stands for the digest of an image that is still arriving. It is a function of the ID that the image will have, so that
+/// changes which were made over it are over the delivered image, too.
+#[must_use]
+pub fn in_transit(image: ImageId) -> Digest {
+    let key = blake3::derive_key("drover 2026-11 image in transit", &image.0.to_le_bytes());
+    Digest(key)
+}
+
+/// Marks an image that is used while it arrives. Durable on return.
+///
+/// # Errors
+/// When the mark cannot be written.
+pub fn mark_launched(directory: &Path) -> io::Result<()> {
+    match directory.join(LAUNCHED).exists() {
+        true => Ok(()),
+        false => {
+            // Creates the directory, durably.
+            drop(HostDirectory::open_or_create(directory)?);
+            drover_storage::atomic_replace(&directory.join(LAUNCHED), &[])
+        }
+    }
+}
+
+/// Whether an image was used while it was arriving, or is.
+#[must_use]
+pub fn is_launched(directory: &Path) -> bool {
+    directory.join(LAUNCHED).exists()
+}
+
+/// The digest by which mounts know an image, and its changes are over.
+#[must_use]
+pub fn digest_for_mounts(state: &Path, image: &ImageRecord) -> Digest {
+    match is_launched(&directory(state, &image.name)) {
+        true => in_transit(image.id),
+        false => image.digest,
+    }
 }
 
 /// The images that have a [`directory()`].

@@ -6,8 +6,11 @@
 //! the rest is requested), complete (every block verified in place).
 //!
 //! Reuse of the image's own blocks waits until those are verified.
+//!
+//! A block may be wanted before its batch has arrived (`ahead`): the source sends it ahead of everything, and the batch
+//! finds it in place.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use drover_core::Digest;
@@ -18,8 +21,12 @@ use drover_store::{BlockMap, DataBits};
 use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
+mod ahead;
 #[cfg(test)]
 mod tests;
+
+use ahead::Ahead;
+pub use ahead::Given;
 
 /// A run of a plan with its location resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +89,15 @@ pub enum Event {
     },
     /// A batch that the source did not send, with its data in place: read from an old copy of the disk.
     Taken(Arc<Batch>),
+    /// These blocks should come before all others.
+    Want(Runs),
+    /// Wanted blocks of batches that have not arrived were written, as the source has sent them.
+    Ahead {
+        /// Those that are not zeros.
+        data: Runs,
+        /// Those that are.
+        zero: Runs,
+    },
     /// The source has sent every batch; the digest, if it knows it.
     End(Option<Digest>),
 }
@@ -101,6 +117,12 @@ pub enum Action {
     Complete(u64),
     /// Every block is in place: compare digests, if the source has sent one, and deliver.
     Finish(Option<Digest>),
+    /// Ask the source for blocks of batches that have not arrived: it sends each of them.
+    Want(Runs),
+    /// Ask the source to send requested blocks ahead of all others, unless they are on their way.
+    Hurry(Runs),
+    /// The source has sent this block ahead, and now announces another: the image has changed.
+    Changed(u64),
 }
 
 /// The source violated the protocol.
@@ -124,8 +146,10 @@ struct Open {
     missing: DataBits,
     /// Which of those were requested from the source.
     asked: DataBits,
-    /// Those that an earlier session received.
+    /// Those that an earlier session received, or that came ahead of the batch.
     resumed: DataBits,
+    /// Those that came ahead of the batch.
+    ahead: DataBits,
     planned: bool,
     /// Own-reuse runs of any batch that wait for blocks of this one.
     waiting: Vec<(Arc<Batch>, u32, Run)>,
@@ -142,7 +166,8 @@ impl Open {
             places,
             missing,
             asked: none.clone(),
-            resumed: none,
+            resumed: none.clone(),
+            ahead: none,
             planned: false,
             waiting: Vec::new(),
         }
@@ -161,6 +186,7 @@ pub struct Destination {
     restored: u64,
     map: BlockMap,
     open: BTreeMap<u64, Open>,
+    ahead: Ahead,
     end: Option<Option<Digest>>,
     finished: bool,
     counts: Counts,
@@ -200,6 +226,7 @@ impl Destination {
             restored: 0,
             map: BlockMap::default(),
             open: BTreeMap::new(),
+            ahead: Ahead::default(),
             end: None,
             finished: false,
             counts: Counts::default(),
@@ -269,6 +296,7 @@ impl Destination {
             Event::Taken(batch) => {
                 self.check_next(&batch)?;
                 self.arrive(&batch);
+                let _ = self.ahead.arrived(batch.index);
                 self.counts.matched_blocks += batch.data.count();
                 self.counts.matched.in_place += batch.data.count();
             }
@@ -278,6 +306,8 @@ impl Destination {
             Event::NotComing(job) => self.on_not_coming(&job, actions),
             Event::Written(runs) => self.on_written(&runs, actions)?,
             Event::Proved { index, wrong } => self.on_proved(index, &wrong, actions)?,
+            Event::Want(runs) => self.on_want(&runs, actions),
+            Event::Ahead { data, zero } => self.ahead.came(&data, &zero),
             Event::End(digest) => {
                 if self.next != self.batches || self.end.is_some() {
                     return Err(Violation(format!(
@@ -335,11 +365,16 @@ impl Destination {
             )));
         }
         self.arrive(&batch);
+        let mut open = Open::new(batch.clone());
+        if let Some(changed) = self.come_to(&mut open) {
+            actions.push(Action::Changed(changed));
+            return Ok(());
+        }
         if batch.digests.is_empty() {
             actions.push(Action::Match(batch.clone()));
             actions.push(Action::Complete(batch.index));
         } else {
-            self.open.insert(batch.index, Open::new(batch.clone()));
+            self.open.insert(batch.index, open);
             actions.push(Action::Match(batch));
         }
         Ok(())
@@ -355,7 +390,10 @@ impl Destination {
             if open.missing.get(i) {
                 open.missing.clear(i);
                 open.resumed.set(i);
-                self.counts.resumed_blocks += 1;
+                match open.ahead.get(i) {
+                    true => self.counts.sent_blocks += 1,
+                    false => self.counts.resumed_blocks += 1,
+                }
             }
         }
     }
@@ -370,6 +408,11 @@ impl Destination {
             return Ok(());
         };
         open.planned = true;
+        if let Some(i) = open.ahead.iter().find(|&i| open.missing.get(i)) {
+            let place = u64::from(open.places[i as usize]);
+            actions.push(Action::Changed(open.batch.first_block() + place));
+            return Ok(());
+        }
         let batch = open.batch.clone();
         let covered: u64 = runs.iter().map(|r| u64::from(r.count)).sum();
         if covered != batch.digests.len() as u64 {
@@ -385,8 +428,9 @@ impl Destination {
         let mut own = Vec::new();
         let mut at = 0u32;
         for run in runs {
-            // After a resume, parts of a run may be in place; only the missing parts are reused.
-            for (start, count) in missing_stretches(&self.open[&index].missing, at, run.count) {
+            // After a resume, parts of a run may be in place; only the missing parts are reused. What was wanted is on its
+            // way.
+            for (start, count) in missing_stretches(&self.open[&index], at, run.count) {
                 let piece = Run {
                     count,
                     from: advanced(run.from, start - at),
@@ -410,6 +454,76 @@ impl Destination {
         // All of it may have been in place, and other runs may wait for it.
         self.progressed(index, actions);
         Ok(())
+    }
+
+    /// Restores the blocks of batches beyond the log that came ahead in an earlier session and are in place.
+    pub fn restore_ahead(&mut self, data: HashMap<u64, DataBits>, zero: HashMap<u64, DataBits>) {
+        self.ahead.restore(data, zero);
+    }
+
+    /// What to do with a block that the source has sent because it was wanted.
+    #[must_use]
+    pub fn given(&self, block: u64) -> Given {
+        let index = block / BATCH_BLOCKS;
+        if index >= self.next {
+            return match self.ahead.is_wanted(block) {
+                true => Given::Ahead,
+                false => Given::Useless,
+            };
+        }
+        let is_asked = |open: &Open| {
+            let place = (block % BATCH_BLOCKS) as u16;
+            let i = open.places.binary_search(&place).map(|i| i as u64);
+            i.is_ok_and(|i| open.missing.get(i) && open.asked.get(i))
+        };
+        match self.open.get(&index).is_some_and(is_asked) {
+            true => Given::Literal,
+            // A worker may be about to put other data where nothing was asked for.
+            false => Given::Useless,
+        }
+    }
+
+    fn on_want(&mut self, runs: &Runs, actions: &mut Vec<Action>) {
+        let (mut want, mut hurry) = (Vec::new(), Vec::new());
+        for block in runs.blocks().filter(|block| *block < self.walk_blocks) {
+            if block / BATCH_BLOCKS >= self.next {
+                if self.ahead.want(block) {
+                    want.push(block);
+                }
+            } else if self.given(block) == Given::Literal {
+                // What is to be reused is made so at once anyway.
+                hurry.push(block);
+            }
+        }
+        let parts = |blocks: Vec<u64>| -> Vec<Runs> {
+            let parts = blocks.chunks(BATCH_BLOCKS as usize);
+            parts.map(|part| part.iter().copied().collect()).collect()
+        };
+        actions.extend(parts(want).into_iter().map(Action::Want));
+        actions.extend(parts(hurry).into_iter().map(Action::Hurry));
+    }
+
+    /// A batch has arrived: notes what of it came ahead or is on its way. Returns a block that is not the one that came.
+    fn come_to(&mut self, open: &mut Open) -> Option<u64> {
+        let was = self.ahead.arrived(open.batch.index);
+        let mut changed = None;
+        for (i, place) in open.places.iter().enumerate() {
+            let has =
+                |bits: &Option<DataBits>| bits.as_ref().is_some_and(|b| b.get((*place).into()));
+            if has(&was.wanted) {
+                open.asked.set(i as u64);
+            }
+            if has(&was.data) {
+                open.ahead.set(i as u64);
+            }
+            if has(&was.zero) {
+                changed = Some(u64::from(*place));
+            }
+        }
+        let data = &open.batch.data;
+        let mut of_data = was.data.iter().flat_map(DataBits::iter);
+        let changed = changed.or(of_data.find(|place| !data.get(*place)));
+        changed.map(|place| open.batch.first_block() + place)
     }
 
     /// Starts a run of own-reuse, or queues it with the first batch that it must wait for.
@@ -578,10 +692,12 @@ impl Destination {
             )));
         }
         for &i in &suspects {
-            open.missing.set(u64::from(i));
-            match open.resumed.get(u64::from(i)) {
-                true => self.counts.resumed_blocks -= 1,
-                false => self.counts.matched_blocks -= 1,
+            let i = u64::from(i);
+            open.missing.set(i);
+            match (open.ahead.get(i), open.resumed.get(i)) {
+                (true, _) => self.counts.sent_blocks -= 1,
+                (_, true) => self.counts.resumed_blocks -= 1,
+                _ => self.counts.matched_blocks -= 1,
             }
         }
         self.counts.matched.invalid += suspects.len() as u64;
@@ -596,7 +712,8 @@ impl Destination {
             return;
         };
         let waiting = std::mem::take(&mut open.waiting);
-        if open.missing.count() == 0 {
+        // Its plan is to be logged with it first.
+        if open.planned && open.missing.count() == 0 {
             actions.push(Action::Prove(index));
         }
         for (batch, start, run) in waiting {
@@ -619,10 +736,11 @@ fn advanced(from: From, by: u32) -> From {
     }
 }
 
-/// The runs `(start, count)` within `[at, at + count)` that are still missing.
-fn missing_stretches(missing: &DataBits, at: u32, count: u32) -> Vec<(u32, u32)> {
+/// The runs `(start, count)` within `[at, at + count)` that are still missing, and were not asked for.
+fn missing_stretches(open: &Open, at: u32, count: u32) -> Vec<(u32, u32)> {
+    let lacks = |i: u64| open.missing.get(i) && !open.asked.get(i);
     let mut out: Vec<(u32, u32)> = Vec::new();
-    for i in (at..at + count).filter(|&i| missing.get(u64::from(i))) {
+    for i in (at..at + count).filter(|&i| lacks(u64::from(i))) {
         match out.last_mut() {
             Some((s, n)) if *s + *n == i => *n += 1,
             _ => out.push((i, 1)),

@@ -3,6 +3,7 @@
 //!
 //! - [`send`] sends images; a [`Site`] receives them with its services [`Sessions`] and [`DataConnections`].
 //! - [`send_flock`] sends images as one job; the site also needs [`FlockSessions`].
+//! - [`Site::launch`]: an image in transit as a device ([`LaunchDevice`]).
 //! - [`open_teleporter`] and [`serve_teleporter`]: a teleporter that matches for other sites.
 //! - [`protocol`]: the messages and limits of a session; [`services`]: the other requests that a site answers;
 //!   [`progress`]: events and counters of a running send.
@@ -100,6 +101,7 @@ mod flock;
 mod frames;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod launch;
 mod log;
 mod matching;
 mod partials;
@@ -124,6 +126,7 @@ pub use flock::{
     FlockImage, FlockInfo, FlockRecord, FlockState, ImageBlocks, ImageState, MAX_FLOCK_IMAGES,
     MAX_FLOCKS, MAX_PEER_FLOCKS, flocks,
 };
+pub use launch::{Launch, LaunchDevice, LaunchStatus, boot, follow};
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{
     DataConnections, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem, SendLane,

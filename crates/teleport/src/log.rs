@@ -33,6 +33,8 @@ pub enum RecordKind {
     Batch,
     /// The file is complete and synced and is about to be renamed (postcard of `Closing`).
     Closing,
+    /// Blocks that came ahead of their batches, in a log of their own (`transfer::ahead`).
+    Ahead,
 }
 
 impl RecordKind {
@@ -41,14 +43,15 @@ impl RecordKind {
             RecordKind::Opening => 1,
             RecordKind::Layout => 2,
             RecordKind::Batch => 3,
-            // 4 was a plan; reading stops at such a record.
+            // 4 and 6 were used by early versions; reading stops at such a record.
             RecordKind::Closing => 5,
+            RecordKind::Ahead => 7,
         }
     }
 
     fn from_number(n: u8) -> Option<Self> {
         use RecordKind::*;
-        [Opening, Layout, Batch, Closing]
+        [Opening, Layout, Batch, Closing, Ahead]
             .into_iter()
             .find(|k| k.number() == n)
     }

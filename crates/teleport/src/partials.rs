@@ -3,6 +3,9 @@
 //!
 //! While a transfer runs, the blocks in place are known exactly. After a restart they are inferred from the log: a
 //! block that is missing after all fails verification, is requested, and is not looked up there again.
+//!
+//! A machine may run from an image in transit ([`crate::launch`]): it reads what is in place. Blocks that it waited for came
+//! ahead of their batches.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -16,6 +19,7 @@ use drover_net::PeerKey;
 use drover_store::sequences::Reach;
 use drover_store::{BlockMap, DataBits};
 use parking_lot::RwLock;
+use tokio::sync::Notify;
 
 use crate::TeleportError;
 use crate::codec::Batch;
@@ -35,6 +39,8 @@ pub struct Partial {
     path: PathBuf,
     layout: Arc<Layout>,
     state: RwLock<State>,
+    /// Notified whenever there is more of an image.
+    changed: Arc<Notify>,
 }
 
 #[derive(Debug)]
@@ -44,6 +50,10 @@ struct State {
     blocks: BlockMap,
     /// Blocks not yet in place (by position in the batch), for each incomplete batch.
     missing: HashMap<u64, DataBits>,
+    /// Blocks in place of batches that have not been announced.
+    ahead: HashMap<u64, DataBits>,
+    /// Whether that is known, not inferred.
+    exact: bool,
 }
 
 /// Blocks that can be read.
@@ -67,16 +77,76 @@ impl State {
         let open = self.missing.get(&(block / BATCH_BLOCKS));
         open.is_some_and(|bits| bits.get(block % BATCH_BLOCKS))
     }
+
+    /// Whether a block of the walk is known to be in place.
+    fn has(&self, block: u64) -> bool {
+        let index = block / BATCH_BLOCKS;
+        if index < self.blocks.batches() {
+            return self.exact && !self.is_missing(block);
+        }
+        let ahead = self.ahead.get(&index);
+        ahead.is_some_and(|bits| bits.get(block % BATCH_BLOCKS))
+    }
 }
 
 impl Partial {
-    /// A batch has been announced; its blocks are not in place yet.
-    pub fn arrived(&self, batch: &Batch) {
+    /// A batch has been announced; its blocks are not in place yet, nor are its zeros if the file may have had something
+    /// else there (`compare`).
+    pub fn arrived(&self, batch: &Batch, compare: bool) {
         let mut state = self.state.write();
         state.blocks.push(&batch.data);
-        if batch.data.count() > 0 {
-            state.missing.insert(batch.index, batch.data.clone());
+        let mut missing = batch.data.clone();
+        if compare {
+            (0..missing.blocks()).for_each(|place| missing.set(place));
         }
+        if let Some(ahead) = state.ahead.remove(&batch.index) {
+            let there = ahead.iter().filter(|place| *place < missing.blocks());
+            let there: Vec<u64> = there.collect();
+            there.into_iter().for_each(|place| missing.clear(place));
+        }
+        if missing.count() > 0 {
+            state.missing.insert(batch.index, missing);
+        }
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// Marks blocks of the walk as in place whose batches have not been announced.
+    pub fn ahead(&self, blocks: impl Iterator<Item = u64>) {
+        let mut state = self.state.write();
+        for block in blocks {
+            let bits = state.ahead.entry(block / BATCH_BLOCKS);
+            let bits = bits.or_insert_with(|| DataBits::new(BATCH_BLOCKS));
+            bits.set(block % BATCH_BLOCKS);
+        }
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// Those of some blocks of the walk that are not known to be in place.
+    pub fn lacking(&self, blocks: impl Iterator<Item = u64>) -> Vec<u64> {
+        let state = self.state.read();
+        blocks.filter(|block| !state.has(*block)).collect()
+    }
+
+    /// Number of blocks of the walk that have been announced.
+    pub fn announced(&self) -> u64 {
+        self.state.read().blocks.walk_blocks()
+    }
+
+    /// Whether it is known, not inferred, which blocks are in place.
+    pub fn is_exact(&self) -> bool {
+        self.state.read().exact
+    }
+
+    /// Number of blocks known to be in place, zeros included.
+    pub fn blocks_in_place(&self) -> u64 {
+        let state = self.state.read();
+        if !state.exact {
+            return 0;
+        }
+        let count = |bits: &HashMap<u64, DataBits>| bits.values().map(DataBits::count).sum::<u64>();
+        state.blocks.walk_blocks() - count(&state.missing) + count(&state.ahead)
     }
 
     /// Marks blocks of the walk as in place.
@@ -89,11 +159,14 @@ impl Partial {
                 bits.clear(block % BATCH_BLOCKS);
             }
         }
+        drop(state);
+        self.changed.notify_waiters();
     }
 
     /// Marks all blocks of a batch as in place.
     pub fn complete(&self, index: u64) {
         self.state.write().missing.remove(&index);
+        self.changed.notify_waiters();
     }
 
     /// Whether data blocks can be read; for a stopped transfer, whether any of them is present.
@@ -147,8 +220,9 @@ impl Partial {
     /// Memory that it takes while it has stopped, in bytes; none while it runs, when it is counted elsewhere.
     fn stopped_bytes(&self) -> Option<usize> {
         let state = self.state.read();
-        let missing = state.missing.len() * size_of::<[u64; BATCH_BLOCKS as usize / 64]>();
-        let bytes = self.layout.memory_bytes() + state.blocks.memory_bytes() + missing;
+        let bitmaps = state.missing.len() + state.ahead.len();
+        let bitmaps = bitmaps * size_of::<[u64; BATCH_BLOCKS as usize / 64]>();
+        let bytes = self.layout.memory_bytes() + state.blocks.memory_bytes() + bitmaps;
         // The files and names of many small ones take memory, too.
         (state.file.is_none()).then_some(bytes.max(MAX_STOPPED_BYTES / MAX_STOPPED))
     }
@@ -172,10 +246,23 @@ impl Partial {
 #[derive(Debug, Default)]
 pub struct Partials {
     all: RwLock<HashMap<ImageId, Arc<Partial>>>,
+    /// Notified whenever there is more of an image, or a transfer begins or ends.
+    pub changed: Arc<Notify>,
+}
+
+/// What is known of a transfer.
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// Which blocks hold data, for the batches that are logged.
+    pub blocks: BlockMap,
+    /// Those of them not in place, by position in the batch.
+    pub missing: HashMap<u64, DataBits>,
+    /// Blocks in place beyond these batches.
+    pub ahead: HashMap<u64, DataBits>,
 }
 
 impl Partials {
-    /// Registers a running transfer of an image: the blocks of its batches so far, and those of them not in place.
+    /// Registers a running transfer of an image with what there is of it.
     ///
     /// # Errors
     /// When the partial file cannot be opened.
@@ -185,21 +272,13 @@ impl Partials {
         peer: PeerKey,
         path: &Path,
         layout: Arc<Layout>,
-        blocks: BlockMap,
-        missing: HashMap<u64, DataBits>,
+        contents: Contents,
     ) -> Result<Transit, TeleportError> {
         let file = File::open(path).map_err(TeleportError::file("open", path))?;
-        let partial = Arc::new(Partial {
-            peer,
-            path: path.into(),
-            layout,
-            state: RwLock::new(State {
-                file: Some(Arc::new(file)),
-                blocks,
-                missing,
-            }),
-        });
+        let file = Some(Arc::new(file));
+        let partial = Arc::new(self.partial(peer, path, layout, file, contents, true));
         self.all.write().insert(image, partial.clone());
+        self.changed.notify_waiters();
         Ok(Transit {
             all: self.clone(),
             image,
@@ -216,18 +295,61 @@ impl Partials {
         layout: Arc<Layout>,
         blocks: BlockMap,
     ) {
-        let partial = Partial {
+        let contents = Contents {
+            blocks,
+            ..Contents::default()
+        };
+        let partial = self.partial(peer, path, layout, None, contents, false);
+        self.all.write().insert(image, Arc::new(partial));
+        self.trim();
+    }
+
+    /// Adds a stopped transfer whose blocks were found by reading them, unless it runs by now.
+    pub fn add_read(
+        &self,
+        image: ImageId,
+        peer: PeerKey,
+        path: &Path,
+        layout: Arc<Layout>,
+        contents: Contents,
+    ) {
+        let partial = self.partial(peer, path, layout, None, contents, true);
+        let mut all = self.all.write();
+        if !all.get(&image).is_some_and(|p| p.state.read().exact) {
+            all.insert(image, Arc::new(partial));
+        }
+        drop(all);
+        self.changed.notify_waiters();
+    }
+
+    fn partial(
+        &self,
+        peer: PeerKey,
+        path: &Path,
+        layout: Arc<Layout>,
+        file: Option<Arc<File>>,
+        contents: Contents,
+        exact: bool,
+    ) -> Partial {
+        Partial {
             peer,
             path: path.into(),
             layout,
             state: RwLock::new(State {
-                file: None,
-                blocks,
-                missing: HashMap::new(),
+                file,
+                blocks: contents.blocks,
+                missing: contents.missing,
+                ahead: contents.ahead,
+                exact,
             }),
-        };
-        self.all.write().insert(image, Arc::new(partial));
-        self.trim();
+            changed: self.changed.clone(),
+        }
+    }
+
+    /// An image in transit.
+    #[must_use]
+    pub fn get(&self, image: ImageId) -> Option<Arc<Partial>> {
+        self.all.read().get(&image).cloned()
     }
 
     /// Drops stopped transfers beyond the limit.
@@ -256,6 +378,7 @@ impl Partials {
     /// Removes an image that is complete, or whose partial file is being deleted.
     pub fn remove(&self, image: ImageId) {
         self.all.write().remove(&image);
+        self.changed.notify_waiters();
     }
 
     /// Whether the image is in transit, stopped or running.
@@ -324,6 +447,7 @@ impl Drop for Transit {
         tracing::trace!(image = self.image.0, "transfer ended");
         self.partial.state.write().file = None;
         self.all.trim();
+        self.all.changed.notify_waiters();
     }
 }
 
@@ -332,6 +456,66 @@ mod tests {
     use super::*;
 
     const PEER: PeerKey = PeerKey([1; 32]);
+
+    /// Which blocks a launched image has, against a set of blocks.
+    #[test]
+    fn the_blocks_in_place_are_those_that_were_put_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image.part");
+        File::create_new(&path).unwrap();
+        let layout = Arc::new(Layout::in_file_order(4096, &[]));
+        for seed in 0..40 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let all = Arc::new(Partials::default());
+            let image = ImageId(seed);
+            let begun = all.begin(image, PEER, &path, layout.clone(), Contents::default());
+            let transit = begun.unwrap();
+            let (batches, compare) = (4, random.bool());
+            let blocks = batches * BATCH_BLOCKS;
+            let mut here = std::collections::BTreeSet::new();
+            let mut next = 0;
+            for _ in 0..60 {
+                let first = random.u64(0..blocks);
+                let some = first..(first + random.u64(1..300)).min(blocks);
+                match random.u8(0..5) {
+                    0 if next < batches => {
+                        let mut data = DataBits::new(BATCH_BLOCKS);
+                        (0..BATCH_BLOCKS)
+                            .filter(|_| random.bool())
+                            .for_each(|i| data.set(i));
+                        let digests = vec![drover_core::Digest([1; 32]); data.count() as usize];
+                        let heads = vec![drover_core::Head::No; digests.len()];
+                        if !compare {
+                            let zeros = (0..BATCH_BLOCKS).filter(|i| !data.get(*i));
+                            here.extend(zeros.map(|i| next * BATCH_BLOCKS + i));
+                        }
+                        transit.arrived(&Batch::new(next, data, heads, &digests), compare);
+                        next += 1;
+                    }
+                    1 | 2 => {
+                        let ahead = some.filter(|b| b / BATCH_BLOCKS >= next);
+                        here.extend(ahead.clone());
+                        transit.ahead(ahead);
+                    }
+                    3 => {
+                        let written = some.filter(|b| b / BATCH_BLOCKS < next);
+                        here.extend(written.clone());
+                        transit.written(written);
+                    }
+                    _ if next > 0 => {
+                        let index = random.u64(0..next);
+                        here.extend(index * BATCH_BLOCKS..(index + 1) * BATCH_BLOCKS);
+                        transit.complete(index);
+                    }
+                    _ => {}
+                }
+                let lacking = all.get(image).unwrap().lacking(0..blocks);
+                let expected: Vec<u64> = (0..blocks).filter(|b| !here.contains(b)).collect();
+                assert!(lacking == expected, "seed {seed}");
+                assert_eq!(transit.blocks_in_place(), here.len() as u64, "seed {seed}");
+            }
+        }
+    }
 
     #[test]
     fn what_is_in_place_can_be_read_and_what_is_not_is_awaited_while_it_comes() {
@@ -346,16 +530,15 @@ mod tests {
                 std::slice::from_ref(&(0..8 << 20)),
             )),
         );
-        let (blocks, missing) = (BlockMap::default(), HashMap::new());
         let transit = all
-            .begin(image, PEER, &path, layout, blocks, missing)
+            .begin(image, PEER, &path, layout, Contents::default())
             .unwrap();
         assert_eq!(all.reach(image, CompactIndex(0), 1), Reach::Gone);
         let mut data = DataBits::new(BATCH_BLOCKS);
         (100..200).for_each(|i| data.set(i));
         let digests = vec![drover_core::Digest([1; 32]); 100];
         let heads = vec![drover_core::Head::No; 100];
-        transit.arrived(&Batch::new(0, data, heads, &digests));
+        transit.arrived(&Batch::new(0, data, heads, &digests), false);
         assert_eq!(all.reach(image, CompactIndex(0), 100), Reach::Coming);
         transit.written(100..150);
         assert_eq!(all.reach(image, CompactIndex(0), 50), Reach::Here);
@@ -404,8 +587,8 @@ mod tests {
         let each = large.memory_bytes();
         assert!(each >= 1 << 20, "{each}");
         for i in 1..=200 {
-            let (blocks, missing) = (BlockMap::default(), HashMap::new());
-            let begun = all.begin(ImageId(i), PEER, &path, large.clone(), blocks, missing);
+            let contents = Contents::default();
+            let begun = all.begin(ImageId(i), PEER, &path, large.clone(), contents);
             drop(begun.unwrap());
         }
         let kept = (1..=200).filter(|i| all.knows(ImageId(*i))).count();

@@ -44,6 +44,10 @@
 //! A session may be of a flock ([`SendFlock`](crate::services::SendFlock)): several sessions of it may send images at once, and
 //! FLOCK_DELIVERED takes the place of DELIVERED.
 //!
+//! While a machine runs from the image at the destination, blocks that it waits for overtake everything: WANT asks for blocks
+//! that were perhaps not announced yet, HURRY for some that NEED has asked for. They come as GIVEN on the control connection,
+//! where nothing else of any size is.
+//!
 //! The byte layouts of the binary frames are in `docs/format/wire.md`.
 
 use drover_core::{Digest, ImageName};
@@ -63,6 +67,9 @@ pub const WINDOW_BATCHES: u64 = 96;
 
 /// Maximum number of blocks in a literal frame (1 MiB before compression).
 pub const FRAME_BLOCKS: usize = 256;
+
+/// Maximum number of blocks in a GIVEN: few, so that a more urgent one need not wait for long.
+pub const GIVEN_BLOCKS: usize = 16;
 
 /// Bytes of the layout in one `LAYOUT` frame.
 pub const LAYOUT_PART_BYTES: usize = 1 << 20;
@@ -119,6 +126,12 @@ pub mod kind {
     /// Before ACCEPT, after GENERATIONS: batches that the source need not read, since the destination has them in an old
     /// copy of the disk.
     pub const HAVE: u8 = 0x27;
+    /// Runs of blocks, announced or not, that the source sends ahead of everything, each of them once, in GIVEN.
+    pub const WANT: u8 = 0x28;
+    /// Runs of blocks that were requested by NEED: those that wait to be sent come ahead of everything, in GIVEN.
+    pub const HURRY: u8 = 0x29;
+    /// Blocks that were wanted, as in LITERAL, on the control connection.
+    pub const GIVEN: u8 = 0x1a;
     /// A [`super::FlockDelivered`], in place of DELIVERED where the image is of a flock.
     pub const FLOCK_DELIVERED: u8 = 0x2c;
     /// Destination to teleporter: a `teleporter::Event`.

@@ -5,6 +5,7 @@ mod arrived;
 mod catch_up;
 mod flocks;
 mod give_way;
+mod launching;
 mod old_copies;
 mod open;
 mod records;
@@ -34,6 +35,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::TeleportError;
 use crate::active::Active;
 use crate::flock::live::Flocks;
+use crate::launch::Launches;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
 use crate::protocol::Delivered;
@@ -100,6 +102,7 @@ pub struct Site {
     pub(crate) catalog: Arc<dyn Catalog>,
     pub(crate) images: Images,
     pub(crate) partials: Arc<Partials>,
+    pub(crate) launches: Arc<Launches>,
     pub(crate) sequences: Sequences,
     pub(crate) matching: Matching,
     /// Batches of transfers that wait to be matched; background work yields to them.
@@ -127,6 +130,7 @@ pub struct Site {
     changing: Mutex<()>,
     rights: Option<Arc<RightsOf>>,
     holds: RwLock<Option<Arc<Holder>>>,
+    launched: RwLock<Option<Arc<Holder>>>,
     quota: RwLock<Option<Arc<Quota>>>,
     watcher: Option<Arc<Watcher>>,
     old_copies: RwLock<Option<Arc<OldCopies>>>,

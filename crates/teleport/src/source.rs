@@ -39,6 +39,10 @@ pub enum Event {
     WalkEnded(Option<Digest>),
     /// The destination requests blocks.
     Need(Need),
+    /// The destination asks for blocks ahead of all others, announced or not.
+    Want(Need),
+    /// The destination asks for blocks that it has requested ahead of the others.
+    Hurry(Need),
     /// A batch is complete at the destination.
     Ack(u64),
     /// The destination has delivered the image.
@@ -56,6 +60,10 @@ pub enum Action {
     Skip(u64),
     /// Have the data connections send these blocks.
     Literals(Runs),
+    /// Send these blocks ahead of everything.
+    Give(Runs),
+    /// Of these blocks, send those ahead of everything that still wait to be sent.
+    GiveQueued(Runs),
     /// Send END; without a digest, END_UNREAD.
     End(Option<Digest>),
     /// The image was delivered.
@@ -147,7 +155,13 @@ impl Source {
                     actions.push(Action::Batch(frame));
                 }
             }
-            Event::Need(_) | Event::Ack(_) | Event::Delivered(_) if self.resume.is_none() => {
+            Event::Need(_)
+            | Event::Want(_)
+            | Event::Hurry(_)
+            | Event::Ack(_)
+            | Event::Delivered(_)
+                if self.resume.is_none() =>
+            {
                 return Err(Violation(
                     "the destination refers to an image that it has not accepted".into(),
                 ));
@@ -164,6 +178,12 @@ impl Source {
                 actions.push(Action::End(digest));
             }
             Event::Need(need) => self.on_need(need, actions)?,
+            Event::Want(want) => {
+                self.count(&want, self.walk_blocks)?;
+                actions.push(Action::Give(want.runs));
+            }
+            // What does not wait to be sent costs nothing.
+            Event::Hurry(hurry) => actions.push(Action::GiveQueued(hurry.runs)),
             Event::Ack(index) => self.on_ack(index, actions)?,
             Event::Delivered(delivered) => self.on_delivered(delivered, actions)?,
         }
@@ -183,8 +203,15 @@ impl Source {
     }
 
     fn on_need(&mut self, need: Need, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        self.count(&need, self.known_blocks())?;
+        actions.push(Action::Literals(need.runs));
+        Ok(())
+    }
+
+    /// Counts requested blocks, of which there are so many to request.
+    fn count(&mut self, need: &Need, known: u64) -> Result<(), Violation> {
         let end = need.runs.iter().last().map_or(0, |(f, n)| f + n);
-        if end > self.known_blocks() {
+        if end > known {
             return Err(Violation(format!(
                 "the destination requested block {end}, which was not announced yet"
             )));
@@ -195,7 +222,6 @@ impl Source {
                 "the destination requested the same blocks too often".into(),
             ));
         }
-        actions.push(Action::Literals(need.runs));
         Ok(())
     }
 

@@ -18,7 +18,13 @@ use crate::TeleportError;
 use crate::codec::{Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of};
 use crate::files;
 use crate::log::{Log, LogReader, RecordKind};
+use crate::partials::Contents;
 use crate::protocol::{Offer, WINDOW_BATCHES};
+
+mod ahead;
+
+use ahead::AheadLog;
+pub use ahead::read_ahead;
 
 /// Marker file: the last sync of a stopped transfer succeeded. Never synced itself: it describes the page cache's
 /// state of the other files, and vanishes with it in a machine crash.
@@ -88,6 +94,8 @@ pub struct Transfer {
     next: u64,
     /// Encoded records of later batches.
     held: BTreeMap<u64, Vec<u8>>,
+    /// What came ahead of the batches.
+    ahead: Option<AheadLog>,
 }
 
 impl Transfer {
@@ -144,6 +152,7 @@ impl Transfer {
             compare: false,
             next: 0,
             held: BTreeMap::new(),
+            ahead: None,
         }
     }
 
@@ -168,6 +177,8 @@ impl Transfer {
         let mut log = new_log(&dir.join("log.new"), &opening, encoded_layout, disk)?;
         log.rename(&dir.join("log"))?;
         sync_parent(&part_path).map_err(TeleportError::file("sync", dir))?;
+        // It is of the earlier image.
+        ahead::forget(dir);
         part.set_len(opening.offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
         files::clear(&part, files::uncovered(&layout))
@@ -265,6 +276,7 @@ impl Transfer {
             front,
             next,
             held: BTreeMap::new(),
+            ahead: None,
         }))
     }
 
@@ -277,6 +289,9 @@ impl Transfer {
             .sync_data()
             .map_err(TeleportError::file("sync", self.part_path()))?;
         self.log.sync()?;
+        if let Some(ahead) = &self.ahead {
+            ahead.sync()?;
+        }
         self.mark_rested()
     }
 
@@ -298,7 +313,24 @@ impl Transfer {
     pub fn distrust(&mut self) -> Result<(), TeleportError> {
         self.held.clear();
         self.next = 0;
+        self.ahead = None;
+        ahead::forget(&self.dir);
         self.log.cut(self.front)
+    }
+
+    /// Notes blocks that came ahead of their batches, with their digests.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn log_ahead(&mut self, blocks: &[(u64, Digest)]) -> Result<(), TeleportError> {
+        if blocks.is_empty() {
+            return Ok(());
+        }
+        let log = match &mut self.ahead {
+            Some(log) => log,
+            none => none.insert(AheadLog::open(&self.dir, self.part.disk())?),
+        };
+        log.note(blocks)
     }
 
     /// Logs a batch with its plan, before it is acted on. Batches are logged in walk order: one that is early (zeros
@@ -374,6 +406,63 @@ fn open_if_there(path: &Path) -> Result<Option<LogReader>, TeleportError> {
 fn read_opening(reader: &mut LogReader) -> Option<Opening> {
     let opening = reader.next().filter(|r| r.kind == RecordKind::Opening)?;
     drover_net::decode(&opening.payload).ok()
+}
+
+/// The opening of the transfer in `dir`, and its layout; `None` when there is none or its log is damaged.
+pub fn front_of(dir: &Path) -> Option<(Opening, Layout)> {
+    read_front(&mut open_if_there(&dir.join("log")).ok()??)
+}
+
+/// Which blocks of the logged batches the partial file has, by digesting them: as when it is resumed, but nothing is written. Zeros
+/// count as missing where the file has something else.
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn read_logged(
+    dir: &Path,
+    part: &File,
+    layout: &Layout,
+    go_on: &dyn Fn() -> bool,
+) -> Result<Contents, TeleportError> {
+    let mut contents = Contents::default();
+    let Some(mut reader) = open_if_there(&dir.join("log"))? else {
+        return Ok(contents);
+    };
+    if read_opening(&mut reader).is_none() || reader.next().is_none() {
+        return Ok(contents);
+    }
+    for record in reader.by_ref() {
+        let batch = match record.kind {
+            RecordKind::Batch => decode_batch_record(&record.payload),
+            _ => None,
+        };
+        let Some((batch, _)) = batch.filter(|(b, _)| b.index == contents.blocks.batches()) else {
+            break;
+        };
+        if !go_on() {
+            break;
+        }
+        let read = |e| TeleportError::file("read", dir.join("image.part"))(e);
+        let (lost, _) = missing_blocks(part, layout, &batch).map_err(read)?;
+        let mut missing = DataBits::new(batch.data.blocks());
+        for (i, place) in batch.data.iter().enumerate() {
+            if lost.get(i as u64) {
+                missing.set(place);
+            }
+        }
+        let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
+        for place in zeros {
+            let block = [(drover_core::BlockIndex(batch.first_block() + place), 1)];
+            if files::has_data(part, &files::spans_of(layout, &block)).map_err(read)? {
+                missing.set(place);
+            }
+        }
+        contents.blocks.push(&batch.data);
+        if missing.count() > 0 {
+            contents.missing.insert(batch.index, missing);
+        }
+    }
+    Ok(contents)
 }
 
 fn read_front(reader: &mut LogReader) -> Option<(Opening, Layout)> {

@@ -136,7 +136,7 @@ pub fn merge(
     if let Some(problem) = changes.problem {
         bail!("the changes to {name} cannot be read: {problem}");
     }
-    if changes.base != Some(record.digest) {
+    if changes.base != Some(changes::digest_for_mounts(&here.state, &record)) {
         return Err(refused(format!(
             "{name}: its changes are of an earlier image of that name; `drover changes drop {name}` drops them"
         )));

@@ -32,7 +32,7 @@ use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
-use super::{known, local};
+use super::{known, launches, local};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::machines::may_be_written;
@@ -116,7 +116,7 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
 }
 
 /// The home with an image of this site: that of its domain.
-fn home_of(home: &Home, image: &Target) -> Result<Home> {
+pub(super) fn home_of(home: &Home, image: &Target) -> Result<Home> {
     home.domain(image.domain.as_deref().unwrap_or(DEFAULT_DOMAIN))
 }
 
@@ -176,6 +176,9 @@ impl Disk {
         options.first_contact = CONNECT_LIMIT;
         if mode != "managed" {
             options.give_up = DIRECT_LIMIT;
+            if how.launch {
+                launches::hold(&mut options);
+            }
             let client = Client::open(&Handle::current(), connector, options).await;
             let client = Arc::new(client.map_err(|e| unopened(e, image))?);
             let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build()?;

@@ -6,6 +6,7 @@ use drover_core::ImageName;
 use drover_mount::MountError;
 use drover_mount::server::{Leased, lease_on_disk};
 use drover_store::lease::MERGE_NOTE;
+use drover_store::{Catalog, changes};
 
 use crate::text::clean;
 
@@ -31,6 +32,12 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
         )),
         (None, None) => None,
     }
+}
+
+/// Whether mounts of that name use an image that is still arriving: its delivery replaces nothing.
+pub fn is_launched(name: &ImageName, state: &Path, catalog: &dyn Catalog) -> bool {
+    matches!(catalog.by_name(name), Ok(None))
+        && changes::is_launched(&changes::directory(state, name))
 }
 
 /// The holder of an image's write lease according to the lease file; works without a running site.

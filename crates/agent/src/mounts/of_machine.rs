@@ -452,6 +452,7 @@ fn how(heir: HeirOf) -> How {
         standby: true,
         heir_of: Some(heir),
         size: None,
+        launch: false,
     }
 }
 

@@ -160,6 +160,9 @@ pub struct How {
     /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
+    /// The image may be one of this site that is still arriving.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub launch: bool,
 }
 
 /// The site whose write lease a mount waits for: another's is none of its business.

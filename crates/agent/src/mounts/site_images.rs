@@ -2,20 +2,23 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 
-use drover_core::{Digest, ImageName};
+use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::ImageDevice;
 use drover_image::{ImageError, Known, Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::protocol::Open;
-use drover_mount::server::{Absences, Base, Config, Happened, Images, Room, Server, WhyBroken};
+use drover_mount::server::{
+    Absences, Arrival, Arriving, Base, Config, Happened, Images, Room, Server, WhyBroken,
+};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Right, Rights, connect_unix};
 use drover_store::lease::{Access, MountId, term_text};
 use drover_store::machine::Machines;
 use drover_store::replica::{Records, Replica};
-use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog};
+use drover_store::{Catalog, CatalogError, ImageRecord, SiteCatalog, changes};
+use drover_teleport::{LaunchDevice, Site};
 use tokio::sync::watch;
 
 use crate::audit::{Audit, Event, Record};
@@ -34,10 +37,13 @@ const THREADS: usize = 4;
 /// When its threads cannot be started.
 pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server>> {
     let quotas = Arc::new(Quotas::new(home, catalog)?);
-    limited_server(home, catalog, &quotas, Arc::default())
+    limited_server(home, catalog, &quotas, Arc::default(), Arc::default())
 }
 
-/// The same with what other parts of the site share: quotas, and the mounts that have left it.
+/// The site whose images in transit a server serves, once it is open.
+pub type Receiving = Arc<OnceLock<Weak<Site>>>;
+
+/// The same with what other parts of the site share: quotas, the mounts that have left it, and what it receives.
 ///
 /// # Errors
 /// As [`site_server`]'s.
@@ -46,6 +52,7 @@ pub fn limited_server(
     catalog: &Arc<SiteCatalog>,
     quotas: &Arc<Quotas>,
     absences: Arc<Absences>,
+    receives: Receiving,
 ) -> Result<Arc<Server>> {
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
@@ -57,6 +64,8 @@ pub fn limited_server(
             site: home.name(),
             audit: Arc::clone(home.audit()),
             domain: home.domain_name().to_owned(),
+            state: home.mounted_dir(),
+            receives,
         }),
         state: home.mounted_dir(),
         threads: THREADS,
@@ -104,9 +113,42 @@ struct SiteImages {
     site: String,
     audit: Arc<Audit>,
     domain: String,
+    /// The directory of changes to images.
+    state: PathBuf,
+    receives: Receiving,
 }
 
 impl SiteImages {
+    /// Opens an image that is still arriving, if there is one of that name.
+    fn arriving(&self, name: &ImageName) -> Result<Option<Base>, Refusal> {
+        let Some(site) = self.receives.get().and_then(Weak::upgrade) else {
+            return Ok(None);
+        };
+        let Some(launch) = site.launch(name)? else {
+            return Ok(None);
+        };
+        let directory = changes::directory(&self.state, name);
+        changes::mark_launched(&directory).map_err(|e| {
+            let text = format!("cannot write {}: {e}", directory.display());
+            Refusal::new(Code::Io, text)
+        })?;
+        let device = Arc::new(LaunchDevice::open(&launch)?);
+        let boot = drover_teleport::boot(Arc::downgrade(&device));
+        drop(tokio::runtime::Handle::current().spawn(boot));
+        Ok(Some(Base {
+            device: Arc::clone(&device) as Arc<dyn BlockDevice>,
+            digest: changes::in_transit(launch.image()),
+            arriving: Some(Arc::new(InTransit(device))),
+        }))
+    }
+
+    /// Whether an image is not complete yet, so that only this site's own user may use it.
+    fn is_arriving(&self, name: &ImageName) -> bool {
+        let site = self.receives.get().and_then(Weak::upgrade);
+        let entered = self.of_site.catalog.by_name(name);
+        matches!(entered, Ok(None)) && site.is_some_and(|site| site.is_arriving(name))
+    }
+
     fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
         let record = self.of_site.catalog.by_name(name);
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
@@ -190,8 +232,36 @@ fn unreadable(name: &ImageName, error: ImageError) -> Refusal {
     Refusal::new(code, format!("{name}: {file}{error}"))
 }
 
+/// An image in transit, for the server of mounts.
+struct InTransit(Arc<LaunchDevice>);
+
+impl Arriving for InTransit {
+    fn is_complete(&self) -> bool {
+        self.0.launch().is_delivered()
+    }
+
+    fn wait(&self, offset: u64, length: u64) -> Option<Arrival> {
+        match self.0.is_here(offset, length) {
+            true => None,
+            false => Some(Box::pin(Arc::clone(&self.0).arrival(offset, length))),
+        }
+    }
+}
+
 impl Images for SiteImages {
     fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal> {
+        if self.is_arriving(name) {
+            return match peer.key == self.own {
+                true => Ok(()),
+                false => {
+                    let text = format!(
+                        "{name} is still being sent to {}: until it is complete only the user of that site can use it",
+                        self.site
+                    );
+                    Err(Refusal::new(Code::Denied, text))
+                }
+            };
+        }
         if access == Access::ReadOnly {
             return Ok(());
         }
@@ -231,12 +301,18 @@ impl Images for SiteImages {
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
-        let record = self.record(name)?;
+        let record = match self.record(name) {
+            Err(refusal) if refusal.code == Code::NotFound => {
+                return self.arriving(name)?.ok_or(refusal);
+            }
+            record => record?,
+        };
         let disk = self.of_site.open(&record);
         let disk = disk.map_err(|e| unreadable(name, e))?;
         Ok(Base {
             device: Arc::new(ImageDevice::new(disk)),
-            digest: record.digest,
+            digest: changes::digest_for_mounts(&self.state, &record),
+            arriving: None,
         })
     }
 
@@ -321,7 +397,19 @@ impl Images for SiteImages {
     }
 
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
-        Ok(self.record(name)?.digest)
+        match self.record(name) {
+            Ok(record) => Ok(changes::digest_for_mounts(&self.state, &record)),
+            Err(refusal) if refusal.code == Code::NotFound => {
+                let site = self
+                    .receives
+                    .get()
+                    .and_then(Weak::upgrade)
+                    .ok_or(refusal.clone())?;
+                let launch = site.launch(name)?.ok_or(refusal)?;
+                Ok(changes::in_transit(launch.image()))
+            }
+            Err(refusal) => Err(refusal),
+        }
     }
 }
 

@@ -49,13 +49,13 @@ pub enum MountState {
 pub struct DiskStatus {
     /// Its target.
     pub image: String,
-    /// `direct`, `managed`, `own`, `file`, `directory` or `nbd`.
+    /// `direct`, `managed`, `own`, `launched` (its own, still arriving), `file`, `directory` or `nbd`.
     pub mode: String,
     /// Whether writes are refused.
     pub read_only: bool,
     /// Size in bytes.
     pub size: u64,
-    /// Cached bytes, in whole chunks, including zeros.
+    /// Cached bytes, in whole chunks, including zeros; of an image that is still arriving, its share that is here.
     pub local: u64,
     /// Dirty bytes: not yet pushed to the other site.
     pub dirty: u64,

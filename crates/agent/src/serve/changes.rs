@@ -58,10 +58,14 @@ impl Handler<ListChanges> for OfSite {
         _: &mut Exchange<'_, ListChanges>,
     ) -> Result<Vec<ImageChanges>, Refusal> {
         let mut list = self.changes().await?;
-        if peer.rights.has(Right::Manage) {
-            return Ok(list.into_iter().map(ImageChanges::from).collect());
-        }
         let catalog = Arc::clone(&self.domain.catalog);
+        if peer.rights.has(Right::Manage) {
+            let known = move || -> Vec<_> {
+                let known = |changes| ImageChanges::known(changes, catalog.as_ref());
+                list.into_iter().map(known).collect()
+            };
+            return tokio::task::spawn_blocking(known).await.map_err(failed);
+        }
         let peer = peer.clone();
         let its = move || -> AgentResult<Vec<ImageChanges>> {
             let images = catalog.images()?;
@@ -70,7 +74,8 @@ impl Handler<ListChanges> for OfSite {
                 let wrote = changes.writer.as_ref().map(|writer| PeerKey(writer.peer));
                 wrote == Some(peer.key) || owns_changes(&peer, changes, record)
             });
-            Ok(list.into_iter().map(for_peer).collect())
+            let shown = |changes| for_peer(ImageChanges::known(changes, catalog.as_ref()));
+            Ok(list.into_iter().map(shown).collect())
         };
         let its = tokio::task::spawn_blocking(its).await;
         its.map_err(failed)?.map_err(failed)
@@ -78,8 +83,7 @@ impl Handler<ListChanges> for OfSite {
 }
 
 /// Changes as a peer sees them: without paths of this host.
-fn for_peer(changes: Changes) -> ImageChanges {
-    let mut shown = ImageChanges::from(changes);
+fn for_peer(mut shown: ImageChanges) -> ImageChanges {
     shown.directory.clear();
     if let Some(problem) = &mut shown.problem {
         *problem = "cannot be read: the reason is in the log of its site".into();

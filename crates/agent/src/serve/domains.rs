@@ -21,7 +21,7 @@ use super::recovery::Recovery;
 use crate::changes::Here;
 use crate::error::{Error, Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
-use crate::mounts::{leased_on_disk, limited_server, why_held};
+use crate::mounts::{Receiving, is_launched, leased_on_disk, limited_server, why_held};
 use crate::quota::Quotas;
 use crate::replicas::may_be_changed;
 use crate::site;
@@ -61,15 +61,18 @@ impl Domain {
         absences: Arc<Absences>,
     ) -> Result<Arc<Domain>> {
         let (its, images) = (home.clone(), Arc::clone(&catalog));
+        let receives = Receiving::default();
+        let receiver = Arc::clone(&receives);
         let parts = move || {
             let quotas = Arc::new(Quotas::new(&its, &images)?);
-            let devices = limited_server(&its, &images, &quotas, absences)?;
+            let devices = limited_server(&its, &images, &quotas, absences, receiver)?;
             Ok::<_, Error>((devices, quotas))
         };
         let (devices, quotas) = tokio::task::spawn_blocking(parts).await??;
         // Last, because it begins work in the background.
         let site = site::open(&home, &catalog, identity, supplies).await?;
-        hold_leased(&site, &devices, &home);
+        let _ = receives.set(Arc::downgrade(&site));
+        hold_leased(&site, &devices, &home, &catalog);
         let limit = Arc::clone(&quotas);
         site.limit_by(Arc::new(move |peer, name, bytes| {
             limit.check(peer, name, bytes)
@@ -136,12 +139,21 @@ impl ReadAt for DeviceContent {
 }
 
 /// Prevents images from being replaced or removed while they are mounted, or a mount can still push to them.
-fn hold_leased(site: &Arc<Site>, devices: &Arc<DeviceServer>, home: &Home) {
+fn hold_leased(
+    site: &Arc<Site>,
+    devices: &Arc<DeviceServer>,
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+) {
+    let catalog = Arc::clone(catalog);
     let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
     let replicas = home.replicas();
     site.hold_by(Arc::new(move |name| {
         if let Err(refusal) = may_be_changed(&replicas, name) {
             return Some(refusal.message);
+        }
+        if is_launched(name, &state, catalog.as_ref()) {
+            return None;
         }
         // A delivery may outlive the server.
         let leased = match devices.upgrade() {

@@ -9,6 +9,7 @@ use drover_teleport::services::{ListTransfers, RemoveTransfer};
 use super::server::OfSite;
 use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
+use crate::mounts::{Launched, ListLaunches};
 
 /// Transfers per message of a list.
 const TRANSFERS_AT_ONCE: usize = 256;
@@ -30,6 +31,17 @@ impl Handler<ListTransfers> for OfSite {
             exchange.report(&some.to_vec()).await?;
         }
         Ok(())
+    }
+}
+
+impl Handler<ListLaunches> for OfSite {
+    async fn handle(
+        &self,
+        _: &Peer,
+        _: ListLaunches,
+        _: &mut Exchange<'_, ListLaunches>,
+    ) -> Result<Vec<Launched>, Refusal> {
+        Ok(self.domain.site.launches())
     }
 }
 

@@ -101,6 +101,79 @@ pub struct ExportArgs {
     pub json: bool,
 }
 
+/// Use an image of this site while it is still being sent here
+///
+/// A machine can boot from the image at once: what is here is read, what is missing is asked for ahead of everything else that is
+/// sent, and waited for. Writes are kept beside the image as those of mounts are (see `drover changes`): in the end the image is
+/// delivered as it was sent, and they lie over it. If the connection to the source is lost, reads of what is not here are
+/// held until the image is sent again; `drover mounts` tells. An image that is complete is mounted or exported as by `drover mount` and
+/// `drover export`. An image that is being used cannot be replaced, nor its transfer be removed.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover launch web.qcow2 --nbd unix:/run/web.sock     while lyon is still sending it
+  qemu-system-x86_64 -drive file=nbd:unix:/run/web.sock,if=virtio,format=raw
+  drover launch web.qcow2 --nbd unix:/run/web.sock --background
+  drover launch web.qcow2 /mnt/web                     /mnt/web is a raw disk
+  drover launch web.qcow2 /mnt/web --device            prints /dev/loop0
+  drover launch web.qcow2 /mnt/web --wait 5m           wait until its transfer begins
+  drover mounts                                        how much is here, what is waited for
+  drover unmount /mnt/web")]
+pub struct LaunchArgs {
+    /// Image that is being sent to this site, or has been
+    #[arg(value_name = "IMAGE", value_parser = image_name)]
+    pub image: ImageName,
+    /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
+    #[arg(value_hint = ValueHint::AnyPath, required_unless_present = "nbd", conflicts_with = "nbd")]
+    pub path: Option<PathBuf>,
+    /// Export it over NBD: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
+    #[arg(long, value_name = "ADDRESS", value_parser = Listen::parse)]
+    pub nbd: Option<Listen>,
+    /// Directory with server-cert.pem and server-key.pem, and ca-cert.pem to accept only clients whose certificate it
+    /// signed; all three are required for an address that other hosts can reach
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, requires = "nbd")]
+    pub tls_certificates: Option<PathBuf>,
+    /// Let every user of this host use the disk; required for a loopback address without client certificates
+    #[arg(long, requires = "nbd")]
+    pub allow_local_users: bool,
+    /// Also attach a loop device, and print its path (needs root)
+    #[arg(long, conflicts_with = "nbd")]
+    pub device: bool,
+    /// Let the kernel look for partitions (/dev/loop0p1, ...); only for an image whose source you trust
+    #[arg(long, requires = "device")]
+    pub partitions: bool,
+    /// Reject writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// Wait up to this long for the transfer of the image to begin
+    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
+    pub wait: Option<Duration>,
+    /// With --nbd: return as soon as clients can connect, and keep running in the background
+    #[arg(long, requires = "nbd", conflicts_with = "foreground")]
+    pub background: bool,
+    /// With PATH: run in the foreground; SIGTERM or Ctrl-C unmounts
+    #[arg(long)]
+    pub foreground: bool,
+    /// Domain of the image [default: default]
+    #[arg(long, value_name = "NAME", value_parser = domain::check)]
+    pub domain: Option<String>,
+    /// Print one JSON object when ready
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl LaunchArgs {
+    /// The options of the mount, as without any others.
+    #[must_use]
+    pub fn options(&self) -> OptionArgs {
+        OptionArgs {
+            read_only: self.read_only,
+            domain: self.domain.clone(),
+            ..OptionArgs::default()
+        }
+    }
+}
+
 /// Attach an image as a kernel block device, by ublk or NBD
 ///
 /// Prints the path of the device. Needs root and the kernel module ublk_drv or nbd, which is loaded if it is installed;
@@ -154,7 +227,7 @@ impl From<DriverChoice> for Option<Driver> {
 }
 
 /// The options of a mount; the same for `mount`, `export` and `attach`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct OptionArgs {
     /// Reject writes; any number of read-only mounts can use an image at once, but not while another mount writes to it
     #[arg(long)]
@@ -286,6 +359,7 @@ impl OptionArgs {
             standby: self.standby,
             heir_of: None,
             size: self.size,
+            launch: false,
         })
     }
 
@@ -413,7 +487,7 @@ pub struct UnmountArgs {
 /// List mounts and their sync progress, or list and revoke leases
 ///
 /// A mount is a disk in use on this host, by mount, export or attach. MODE is managed (with a cache), direct, own (an image of this
-/// site), file or directory. STATE is up, standing by, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
+/// site), launched (one that is still being sent here), file or directory. STATE is up, standing by, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
 /// responding, or damaged; STATUS is the sync progress, or what is wrong. A lease is the right of a mount, on any host, to use an image of this site: one write
 /// lease, or any number of read leases.
 #[derive(Debug, Args)]

@@ -61,6 +61,9 @@ fn progress_of(disk: &DiskStatus) -> String {
             parts.push(format!("{}/s", bytes(disk.rate as u64)));
         }
     }
+    if disk.mode == "launched" {
+        parts.push(format!("{}% here", disk.percent()));
+    }
     if disk.dirty > 0 {
         parts.push(format!("{} to push", bytes(disk.dirty)));
     }
@@ -76,7 +79,7 @@ fn progress_of(disk: &DiskStatus) -> String {
         };
         parts.push(format!("push failed{times}: {}", clean(why)));
     }
-    if disk.link != "up" && disk.mode != "own" {
+    if disk.link != "up" && !matches!(disk.mode.as_str(), "own" | "launched") {
         parts.push(clean(&disk.link));
     }
     if let Some(trouble) = &disk.trouble

@@ -276,6 +276,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             start: false,
         }),
         encode_call(&ForgetReplica { name: of() }),
+        encode_call(&mounts::ListLaunches),
         encode_call(&mounts::ListLeases),
         encode_call(&mounts::BreakLease { name: of() }),
     ];

@@ -9,6 +9,7 @@ mod flock;
 mod full;
 mod hostile;
 mod hostile_users;
+mod launch;
 mod migrate;
 mod missing;
 mod mount;

@@ -103,6 +103,8 @@ pub struct Connection {
     pub shared: Arc<LinkShared>,
     /// The threads.
     pub pool: Arc<Pool>,
+    /// Where what they have to wait for is waited for.
+    pub runtime: tokio::runtime::Handle,
     /// The site's counters.
     pub counters: Arc<Counters>,
     /// Memory for request bodies, of the whole site.
@@ -298,9 +300,25 @@ impl Connection {
             let kind = unit.kind(front);
             let effect = Effect::of(&unit, self.shape.chunk);
             let bytes = effect.read.saturating_add(effect.written);
-            // Under the lock: another thread must not submit the next one first, which may overlap.
-            self.pool.submit(self.key, kind, bytes, move |scratch| {
-                connection.work(unit, front, scratch)
+            let Some(arrival) = self.image.arrival(&unit, self.shape.chunk) else {
+                // Under the lock: another thread must not submit the next one first, which may overlap.
+                self.pool.submit(self.key, kind, bytes, move |scratch| {
+                    connection.work(unit, front, scratch)
+                });
+                continue;
+            };
+            drop(state);
+            // No thread waits for what is still arriving; of changes that overlap a mount has one at a time.
+            self.runtime.spawn(async move {
+                let mut closed = connection.running.closed.subscribe();
+                tokio::select! {
+                    () = arrival => {}
+                    _ = closed.wait_for(|closed| *closed) => {}
+                }
+                let (pool, key) = (connection.pool.clone(), connection.key);
+                pool.submit(key, kind, bytes, move |scratch| {
+                    connection.work(unit, front, scratch)
+                });
             });
         }
     }

@@ -18,10 +18,12 @@ use parking_lot::{Mutex, MutexGuard};
 
 mod hand_over;
 
+use super::arriving::{Arrival, Arriving, arrival};
 use super::overlays::{finish_discarding, refuse};
 use super::points::Points;
 use super::recording;
 use super::settler::{RunningGuard, Settler};
+use super::unit::Unit;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
 /// How long a lease request waits for a commit, holding a thread, before the mount is told to retry.
@@ -161,8 +163,10 @@ pub enum WhyBroken {
 pub struct Base {
     /// Its contents.
     pub device: Arc<dyn BlockDevice>,
-    /// The image's digest.
+    /// The image's digest, or what stands for it.
     pub digest: Digest,
+    /// Of an image that is still arriving: waits for parts of it.
+    pub arriving: Option<Arc<dyn Arriving>>,
 }
 
 /// An image opened for mounts: any number of readers, and at most one writer.
@@ -494,6 +498,15 @@ impl Image {
         }
     }
 
+    /// Waits for what a unit reads of an image that is still arriving; `None` when that is here.
+    pub fn arrival(&self, unit: &Unit, chunk: u32) -> Option<Arrival> {
+        let arriving = self.base.arriving.as_deref()?;
+        let size = self.base.device.size();
+        arrival(arriving, size, unit.reads(chunk), |range| {
+            self.changes_in(range)
+        })
+    }
+
     /// The last committed epoch.
     pub fn committed(&self) -> u64 {
         self.opened().map_or(0, |device| device.committed().0)
@@ -709,6 +722,7 @@ mod tests {
             Ok(Base {
                 device: Arc::new(MemoryDevice::from_bytes(&[0; 8192])),
                 digest: Digest([7; 32]),
+                arriving: None,
             })
         }
     }

@@ -1,6 +1,7 @@
 //! A unit of work of a request, and its cost.
 
 use bytes::Bytes;
+use drover_core::BLOCK_SIZE_U64;
 
 use super::pool::Kind;
 use crate::protocol::Request;
@@ -27,6 +28,26 @@ impl Unit {
         matches!(self, Unit::Other(request, _) if changes(request))
     }
 
+    /// The ranges `(offset, length)` of the disk that it reads: a change reads the blocks of which it covers only a part.
+    pub fn reads(&self, chunk: u32) -> Vec<(u64, u64)> {
+        let chunk = u64::from(chunk);
+        match self {
+            Unit::Read { first, count, .. } => {
+                vec![(first.saturating_mul(chunk), u64::from(*count) * chunk)]
+            }
+            Unit::Other(request, _) => match *request {
+                Request::DirectRead { offset, length, .. } => vec![(offset, length.into())],
+                Request::Digests { first, count, .. } => {
+                    vec![(first.saturating_mul(chunk), u64::from(count) * chunk)]
+                }
+                Request::DirectWrite { offset, length, .. } => edges(offset, length.into()),
+                Request::DirectZero { offset, length, .. }
+                | Request::DirectTrim { offset, length, .. } => edges(offset, length),
+                _ => Vec::new(),
+            },
+        }
+    }
+
     /// Its kind for the pool's schedule; `front` for a foreground request.
     pub fn kind(&self, front: bool) -> Kind {
         match self {
@@ -42,6 +63,20 @@ impl Unit {
             _ => Kind::Back,
         }
     }
+}
+
+/// The blocks of which a range covers a part.
+fn edges(offset: u64, length: u64) -> Vec<(u64, u64)> {
+    let end = offset.saturating_add(length);
+    let block = |at: u64| (at - at % BLOCK_SIZE_U64, BLOCK_SIZE_U64);
+    let cut = |at: &u64| !at.is_multiple_of(BLOCK_SIZE_U64);
+    let mut edges: Vec<_> = [offset, end]
+        .iter()
+        .filter(|at| cut(at))
+        .map(|at| block(*at))
+        .collect();
+    edges.dedup();
+    edges
 }
 
 /// Whether a request changes data or leases, or makes changes durable.
@@ -83,5 +118,20 @@ impl Effect {
     /// Approximate size of its reply in bytes, which count until it is sent.
     pub fn weight(self) -> u64 {
         self.read
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_reads_the_blocks_that_it_cuts() {
+        assert_eq!(edges(0, 8192), []);
+        assert_eq!(edges(100, 50), [(0, 4096)]);
+        assert_eq!(edges(100, 8092), [(0, 4096)]);
+        assert_eq!(edges(4096, 5000), [(8192, 4096)]);
+        assert_eq!(edges(4095, 4098), [(0, 4096), (8192, 4096)]);
+        assert_eq!(edges(u64::MAX - 1, 5).len(), 1);
     }
 }

@@ -147,6 +147,7 @@ impl Images for Shelf {
         Ok(Base {
             device,
             digest: Digest([7; 32]),
+            arriving: None,
         })
     }
 

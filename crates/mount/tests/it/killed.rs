@@ -44,6 +44,7 @@ impl Images for OnFake {
         Ok(Base {
             device: Arc::new(MemoryDevice::new(SIZE)),
             digest: Digest([7; 32]),
+            arriving: None,
         })
     }
 

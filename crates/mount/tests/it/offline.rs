@@ -80,7 +80,14 @@ fn another_image_ends_it_when_the_link_comes() {
     let shelf = Shelf::default();
     let device: Arc<dyn BlockDevice> = memory(&content(1_000_000, 13));
     let digest = Digest([8; 32]);
-    shelf.0.lock().insert(name("web"), Base { device, digest });
+    shelf.0.lock().insert(
+        name("web"),
+        Base {
+            device,
+            digest,
+            arriving: None,
+        },
+    );
     let elsewhere = tempfile::tempdir().unwrap();
     near.now(serve(Arc::new(shelf), elsewhere.path()));
     near.down.store(false, Ordering::Relaxed);

@@ -39,6 +39,7 @@ impl Shelf {
         let base = Base {
             device,
             digest: Digest([7; 32]),
+            arriving: None,
         };
         shelf.0.lock().insert(name(text), base);
         Arc::new(shelf)

@@ -30,6 +30,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
     let (mut crashed, mut resumed, mut invalid, mut matched, mut disproved) = (0, 0, 0, 0, 0);
+    let mut given = 0;
     for seed in seeds() {
         let _seed = Seed(seed);
         let mut world = World::new(seed);
@@ -45,7 +46,8 @@ fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
         // A match that was disproved counts as both found and invalid.
         assert!(found >= c.matched_blocks, "{c:?}");
         assert!(found == c.matched_blocks || world.disproved > 0, "{c:?}");
-        assert!(c.sent_blocks <= world.asked);
+        assert!(c.sent_blocks <= world.asked + world.given);
+        given += world.given;
         crashed += u64::from(world.sessions > 1);
         resumed += c.resumed_blocks;
         invalid += world.invalid;
@@ -57,6 +59,7 @@ fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
             crashed > 10 && resumed > 1000 && invalid > 1000 && matched > 1000 && disproved > 20,
             "too easy: {crashed} {resumed} {invalid} {matched} {disproved}"
         );
+        assert!(given > 1000, "too easy: {given}");
     }
 }
 
@@ -341,4 +344,26 @@ fn what_is_restored_must_be_the_next_batch() {
     let plan = planned(1, &[(one.digests.len() as u32, From::Literal)]);
     let actions = handle(&mut d, plan).unwrap();
     assert!(matches!(&actions[..], [Action::Need(n)] if n.runs.count() == 1));
+}
+
+/// What a machine has read ahead of its batch must be what the batch announces: else the image has changed.
+#[test]
+fn a_block_that_came_ahead_and_is_announced_as_another_is_a_change() {
+    let image = image(2);
+    let runs = |blocks: &[u64]| -> Runs { blocks.iter().copied().collect() };
+    let far = BATCH_BLOCKS + 1;
+    let zero = (BATCH_BLOCKS..2 * BATCH_BLOCKS)
+        .find(|b| b % 9 == 0)
+        .unwrap();
+    let ahead = |data: &[u64], zero: &[u64]| {
+        let mut d = Destination::new(image.len() as u64);
+        let (data, zero) = (runs(data), runs(zero));
+        handle(&mut d, Event::Ahead { data, zero }).unwrap();
+        handle(&mut d, batch(&image, 0)).unwrap();
+        handle(&mut d, batch(&image, 1)).unwrap()
+    };
+    let changed = |actions: &[Action]| actions.iter().any(|a| matches!(a, Action::Changed(_)));
+    assert!(!changed(&ahead(&[far], &[zero])));
+    assert!(changed(&ahead(&[far, zero], &[zero + 9])));
+    assert!(changed(&ahead(&[], &[far])));
 }

@@ -9,6 +9,7 @@ mod event;
 mod flock;
 mod images;
 mod matching;
+mod on_demand;
 mod prepare;
 mod reuse;
 mod taken;
@@ -131,6 +132,7 @@ impl Site {
             peer: reader.peer_text().to_owned(),
             control: read_frames(reader),
             first_data,
+            wants: false,
         };
         let (out, written) = write_frames(writer);
         let mut session = Session {

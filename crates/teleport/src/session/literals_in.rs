@@ -110,7 +110,7 @@ impl LiteralReceiver {
 }
 
 /// Records the digests of received blocks; returns a block whose digest is not the announced one, if any.
-fn note_digests(
+pub fn note_digests(
     image: &Incoming,
     blocks: impl Iterator<Item = u64>,
     digests: &[Digest],

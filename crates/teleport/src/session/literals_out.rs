@@ -50,6 +50,8 @@ struct NeedState {
     working: Option<u16>,
     /// Number of blocks in `runs`.
     backlog: u64,
+    /// Whether more urgent blocks are being sent on another connection: these wait.
+    held: bool,
     pace: BlockPace,
 }
 
@@ -100,6 +102,7 @@ impl NeedQueue {
         state.image = Some((slot, image));
         state.runs.clear();
         state.backlog = 0;
+        state.held = false;
     }
 
     /// Adds blocks to the backlog.
@@ -131,10 +134,47 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
+    /// Takes back those of some blocks that wait to be sent; returns them.
+    pub fn take_back(&self, wanted: &Runs) -> Runs {
+        let mut state = self.state.lock();
+        let mut taken = Vec::new();
+        let queued = std::mem::take(&mut state.runs);
+        for (first, count) in queued {
+            let mut at = first;
+            let inside = |(f, n): (u64, u64)| (f.max(first), (f + n).min(first + count));
+            let found = wanted.iter().map(inside).filter(|(from, to)| from < to);
+            for (from, to) in found {
+                if from > at {
+                    state.runs.push_back((at, from - at));
+                }
+                taken.extend(from..to);
+                at = to;
+            }
+            if at < first + count {
+                state.runs.push_back((at, first + count - at));
+            }
+        }
+        // A block may have been requested more than once.
+        state.backlog -= taken.len() as u64;
+        taken.sort_unstable();
+        taken.dedup();
+        taken.into_iter().collect()
+    }
+
+    /// Holds the data connections back while more urgent blocks are sent.
+    pub fn hold(&self, held: bool) {
+        let mut state = self.state.lock();
+        state.held = held;
+        if !held {
+            self.more.notify_all();
+        }
+    }
+
     /// Ends the data connections. Blocks still queued belong to an image that is complete or given up.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
+        state.held = false;
         state.runs.clear();
         self.more.notify_all();
     }
@@ -147,6 +187,7 @@ impl NeedQueue {
             if let Some((slot, image)) = state.image.clone()
                 && !state.runs.is_empty()
                 && state.working.is_none_or(|working| number < working)
+                && !state.held
             {
                 let runs = next_frame(&mut state.runs);
                 let was_full = state.is_full();
@@ -379,6 +420,19 @@ pub fn socket_queue() -> (mpsc::Sender<Packed>, mpsc::Receiver<Packed>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_taken_back_is_not_sent() {
+        let queue = NeedQueue::default();
+        queue.add(&(10..30).collect());
+        queue.add(&(40..50).collect());
+        let taken = queue.take_back(&[5, 10, 11, 20, 29, 30, 45, 60].into_iter().collect());
+        assert!(taken.blocks().eq([10, 11, 20, 29, 45]));
+        let state = queue.state.lock();
+        let left: Vec<_> = state.runs.iter().copied().collect();
+        assert_eq!(left, [(12, 8), (21, 8), (40, 5), (46, 4)]);
+        assert_eq!(state.backlog, 25);
+    }
 
     #[test]
     fn frames_are_full_and_ascending() {

@@ -3,6 +3,7 @@
 
 mod control;
 mod estimate;
+mod giving;
 mod lane;
 mod pool;
 mod reading;
@@ -18,6 +19,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use self::control::{Control, Frames, broken};
+use self::giving::Giver;
 pub use self::lane::Lane;
 use self::pool::{DataPool, Wait};
 pub use self::reading::source_stamp;
@@ -416,6 +418,13 @@ impl Sender {
             generations,
             ..
         } = begun;
+        let giver = Giver::start(
+            offer.slot,
+            image.clone(),
+            control.out.clone(),
+            pool.needs(),
+            self.counters.clone(),
+        );
         let mut walking = true;
         let mut actions = Vec::new();
         let mut stop = self.stop.clone();
@@ -443,6 +452,8 @@ impl Sender {
                             pool.sample(&runs);
                         }
                     }
+                    Action::Give(runs) => giver.give(&runs),
+                    Action::GiveQueued(runs) => giver.give(&pool.take_back(&runs)),
                     Action::End(digest) => {
                         let image = image.clone();
                         let same =
@@ -461,6 +472,7 @@ impl Sender {
                 biased;
                 _ = stop.wait_for(|s| *s) => return Err(TeleportError::Stopped),
                 failed = pool.failed() => return Err(failed),
+                failed = giver.failed() => return Err(failed),
                 frame = control.next() => {
                     match self.event_of(frame?)? {
                         Heard::Event(Event::Accepted(accept)) => {
@@ -530,6 +542,8 @@ impl Sender {
         Ok(Heard::Event(match frame.kind {
             kind::HAVE => return Ok(Heard::Have(Have::decode(&frame.payload)?)),
             kind::NEED => Event::Need(Need::decode(&frame.payload)?),
+            kind::WANT => Event::Want(Need::decode(&frame.payload)?),
+            kind::HURRY => Event::Hurry(Need::decode(&frame.payload)?),
             kind::ACK => {
                 let index = frame.payload.as_ref().try_into().map(u64::from_le_bytes);
                 Event::Ack(

@@ -118,6 +118,7 @@ impl Site {
         record.stamp = Stamp::of_path(&target).ok();
         let old = self.enter(&record, named)?;
         drop(changing);
+        self.launches.delivered(id, &offer.name, &target);
         self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {

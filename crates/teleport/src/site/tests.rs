@@ -690,11 +690,10 @@ fn a_guess_that_was_wrong_is_not_made_again() {
             sample.opening.peer,
             &part,
             layout,
-            BlockMap::default(),
-            HashMap::new(),
+            crate::partials::Contents::default(),
         )
         .unwrap();
-    transit.arrived(&sample.batches[0]);
+    transit.arrived(&sample.batches[0], false);
     let store = SequenceStore {
         first: 128,
         from: CompactIndex(100),

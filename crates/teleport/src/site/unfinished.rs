@@ -112,6 +112,9 @@ impl Site {
         if !wanted(&transfer) {
             return Ok(None);
         }
+        if let Ok(name) = ImageName::new(transfer.name.as_str()) {
+            self.check_not_launched_as(&name, key)?;
+        }
         let image = opening_of(&dir).map(|o| ImageId(o.image));
         let gone = self.set_aside(&dir)?;
         if let Some(image) = image {

@@ -305,3 +305,79 @@ fn a_part_that_is_gone_or_short_is_noticed() {
     std::fs::remove_file(&part).unwrap();
     assert!(sample.resume(&dir).is_none());
 }
+
+/// Blocks that came ahead of their batches, as a file that was cut or damaged anywhere says.
+#[test]
+fn what_came_ahead_counts_only_with_its_digest() {
+    let sample = sample("a.raw", 11, 3 * BATCH_BLOCKS as usize * BLOCK_SIZE);
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().join("t");
+    let mut transfer = sample.create(&dir);
+    let zero = 2 * BATCH_BLOCKS + 5;
+    let is_data = |block: &u64| {
+        let at = *block as usize * BLOCK_SIZE;
+        !drover_core::is_zero(&sample.bytes[at..at + BLOCK_SIZE])
+    };
+    let mut data = (BATCH_BLOCKS + 7..).filter(is_data);
+    let first = (3..).find(is_data).unwrap();
+    let given = vec![first, data.next().unwrap(), data.next().unwrap(), zero];
+    let mut noted = Vec::new();
+    for block in &given {
+        let at = *block as usize * BLOCK_SIZE;
+        let content = &sample.bytes[at..at + BLOCK_SIZE];
+        transfer.part.write_all_at(content, at as u64).unwrap();
+        noted.push((*block, drover_index::digest_block(content)));
+    }
+    transfer.log_ahead(&noted[..2]).unwrap();
+    transfer.log_ahead(&[]).unwrap();
+    transfer.log_ahead(&noted[2..]).unwrap();
+    let read = |from: u64| {
+        let part = File::open(dir.join("image.part")).unwrap();
+        let found = read_ahead(&dir, &part, &sample.layout, from).unwrap();
+        let blocks = |bits: &std::collections::HashMap<u64, DataBits>| -> Vec<u64> {
+            let blocks = bits.iter().flat_map(|(index, bits)| {
+                bits.iter().map(move |place| index * BATCH_BLOCKS + place)
+            });
+            let mut blocks: Vec<u64> = blocks.collect();
+            blocks.sort_unstable();
+            blocks
+        };
+        (blocks(&found[0]), blocks(&found[1]))
+    };
+    assert_eq!(read(0), (given[..3].to_vec(), vec![zero]));
+    assert_eq!(read(1), (given[1..3].to_vec(), vec![zero]));
+    // A block that was lost, or became another one.
+    let at = given[1] * BLOCK_SIZE as u64;
+    transfer.part.write_all_at(&[0; BLOCK_SIZE], at).unwrap();
+    assert_eq!(read(0), (vec![given[0], given[2]], vec![zero]));
+
+    let path = dir.join("ahead");
+    let whole = std::fs::read(&path).unwrap();
+    for cut in 0..whole.len() {
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        let (data, zeros) = read(0);
+        assert!(data.iter().all(|b| given.contains(b)) && zeros.len() <= 1);
+        let mut bad = whole.clone();
+        bad[cut] ^= 0x10;
+        std::fs::write(&path, &bad).unwrap();
+        let (data, zeros) = read(0);
+        assert!(data.iter().all(|b| given.contains(b)) && zeros.iter().all(|b| *b == zero));
+    }
+    // It goes on after a torn record, by another process.
+    std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    drop(transfer);
+    let resumed = Transfer::resume(
+        &dir,
+        &sample.opening.offer,
+        &sample.layout,
+        &sample.layout.encode(),
+        &disk(),
+        |_, _| Ok(()),
+    );
+    let mut resumed = resumed.unwrap().unwrap();
+    assert_eq!(read(0), (vec![given[0]], vec![]));
+    resumed.log_ahead(&noted[2..]).unwrap();
+    assert_eq!(read(0), (vec![given[0], given[2]], vec![zero]));
+    resumed.distrust().unwrap();
+    assert_eq!(read(0), (vec![], vec![]));
+}

@@ -38,6 +38,11 @@ impl Client {
         }
     }
 
+    /// Waits for replies as a kernel or a hypervisor does.
+    pub fn wait_for_ever(&mut self) {
+        self.stream.set_read_timeout(None).unwrap();
+    }
+
     fn ask(&mut self, kind: u16, offset: u64, length: u32, data: &[u8]) -> io::Result<()> {
         self.cookie += 1;
         let mut request = 0x2560_9513u32.to_be_bytes().to_vec();

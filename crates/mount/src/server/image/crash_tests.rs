@@ -28,6 +28,7 @@ impl Images for OnFake {
         Ok(Base {
             device: Arc::new(MemoryDevice::new(CHUNKS * CHUNK)),
             digest: Digest([7; 32]),
+            arriving: None,
         })
     }
 

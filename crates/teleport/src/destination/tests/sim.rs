@@ -1,5 +1,6 @@
 //! A source, a destination and everything between them in one thread, driven by a seed: a network that delays and
-//! reorders, a matcher that is sometimes wrong, a disk that loses unsynced writes, and power failures.
+//! reorders, a matcher that is sometimes wrong, a disk that loses unsynced writes, power failures, and a machine that waits for
+//! blocks while they arrive.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -95,7 +96,13 @@ pub struct World {
     wrong: f64,
     /// Probability that another transfer does not deliver its blocks in time.
     never_comes: f64,
+    /// Of how many steps one is a read of a machine that runs from the image; 0 if there is none.
+    reads: u32,
     session: Session,
+    /// Blocks that came ahead of their batches, as far as they were noted.
+    ahead: HashSet<u64>,
+    /// Blocks that came because they were wanted.
+    pub given: u64,
     /// Blocks requested, over all sessions.
     pub asked: u64,
     pub counts: Counts,
@@ -115,6 +122,9 @@ struct Session {
     to_destination: VecDeque<Event>,
     to_source: VecDeque<source::Event>,
     literals: Vec<Runs>,
+    /// On the control connection.
+    gives: VecDeque<Runs>,
+    wanted: HashSet<u64>,
     questions: Vec<Arc<Batch>>,
     jobs: Vec<ReuseJob>,
     /// Plans whose batches are logged after earlier ones.
@@ -168,6 +178,9 @@ impl World {
             ordered_plans: rng.bool(),
             wrong,
             never_comes,
+            reads: [0, 0, 3, 50][rng.usize(0..4)],
+            ahead: HashSet::new(),
+            given: 0,
             rng,
             image,
             compact,
@@ -209,6 +222,9 @@ impl World {
             self.disk.unsynced.clear();
             self.disk.synced_records = self.disk.log.len();
         }
+        if self.reads > 0 && !self.image.is_empty() && self.rng.u32(0..self.reads) == 0 {
+            self.read();
+        }
         let s = &mut self.session;
         let batches = (self.image.len() as u64).div_ceil(BATCH_BLOCKS);
         let can_walk = s.walked < s.walk_to.min(batches) || (s.walked == batches && !s.end_sent);
@@ -219,8 +235,9 @@ impl World {
             !s.questions.is_empty(),
             !s.jobs.is_empty(),
             !s.literals.is_empty(),
+            !s.gives.is_empty(),
         ];
-        let choices: Vec<usize> = (0..6).filter(|&i| enabled[i]).collect();
+        let choices: Vec<usize> = (0..7).filter(|&i| enabled[i]).collect();
         assert!(!choices.is_empty(), "stuck: nothing can happen any more");
         match choices[self.rng.usize(0..choices.len())] {
             0 if s.walked < batches => {
@@ -246,7 +263,8 @@ impl World {
             }
             3 => self.answer(),
             4 => self.carry_out(),
-            _ => self.literal_arrives(),
+            5 => self.literal_arrives(),
+            _ => self.given_arrives(),
         }
     }
 
@@ -291,6 +309,19 @@ impl World {
             let destination = &mut self.session.destination;
             destination.restore(batch, missing).unwrap();
         }
+        let next = self.session.destination.next_batch();
+        let (part, image) = (&self.disk.part, &self.image);
+        self.ahead
+            .retain(|b| b / BATCH_BLOCKS >= next && part[*b as usize] == image[*b as usize]);
+        let mut there: [HashMap<u64, DataBits>; 2] = Default::default();
+        for block in &self.ahead {
+            let of = &mut there[usize::from(image[*block as usize] == 0)];
+            let bits = of.entry(block / BATCH_BLOCKS);
+            let bits = bits.or_insert_with(|| DataBits::new(BATCH_BLOCKS));
+            bits.set(block % BATCH_BLOCKS);
+        }
+        let [data, zero] = there;
+        self.session.destination.restore_ahead(data, zero);
         self.disk.synced_records = self.disk.log.len();
         self.session.restored = incomplete;
         let accept = Accept {
@@ -365,6 +396,23 @@ impl World {
                 }
                 source::Action::End(digest) => s.to_destination.push_back(Event::End(digest)),
                 source::Action::Skip(_) => unreachable!("it is not told what to skip"),
+                source::Action::Give(runs) => s.gives.push_back(runs),
+                source::Action::GiveQueued(runs) => {
+                    let hurried: HashSet<u64> = runs.blocks().collect();
+                    let mut back = Vec::new();
+                    for frame in &mut s.literals {
+                        let (now, later) = frame.blocks().partition(|b| hurried.contains(b));
+                        let now: Vec<u64> = now;
+                        back.extend(now);
+                        let later: Vec<u64> = later;
+                        *frame = later.into_iter().collect();
+                    }
+                    s.literals.retain(|frame| !frame.is_empty());
+                    back.sort_unstable();
+                    if !back.is_empty() {
+                        s.gives.push_back(back.into_iter().collect());
+                    }
+                }
                 source::Action::Literals(runs) => split(&mut self.rng, &runs, &mut s.literals),
                 source::Action::Done(_) => s.done = true,
             }
@@ -395,6 +443,7 @@ impl World {
                         let block = job.batch.first_block() + places[i as usize];
                         assert!(!s.verified[block as usize], "{block} is in place");
                         assert!(!s.asked.contains(&block), "{block} was asked for");
+                        assert!(!s.wanted.contains(&block), "{block} is on its way");
                     }
                     if let From::Own { first } = run.from {
                         for n in 0..u64::from(run.count) {
@@ -414,11 +463,35 @@ impl World {
                 for block in need.runs.blocks() {
                     assert!(self.image[block as usize] != 0, "{block} is zero");
                     assert!(!self.session.verified[block as usize], "{block} is there");
+                    assert!(
+                        !self.session.wanted.contains(&block),
+                        "{block} is on its way"
+                    );
                     assert!(self.session.asked.insert(block), "{block} asked for twice");
                     self.asked += 1;
                 }
                 self.session.to_source.push_back(source::Event::Need(need));
             }
+            Action::Want(runs) => {
+                let want = Need::decode(&Need { runs }.encode()).unwrap();
+                for block in want.runs.blocks() {
+                    let s = &mut self.session;
+                    assert!(block / BATCH_BLOCKS >= s.destination.next_batch());
+                    assert!(s.wanted.insert(block), "{block} wanted twice");
+                }
+                self.session.to_source.push_back(source::Event::Want(want));
+            }
+            Action::Hurry(runs) => {
+                let hurry = Need { runs };
+                for block in hurry.runs.blocks() {
+                    let s = &self.session;
+                    assert!(s.asked.contains(&block) || s.wanted.contains(&block));
+                }
+                self.session
+                    .to_source
+                    .push_back(source::Event::Hurry(hurry));
+            }
+            Action::Changed(block) => panic!("{block} has not changed"),
             Action::Prove(index) => {
                 let batch = self.session.open[&index].clone();
                 let wrong = self.wrong_groups(&batch);
@@ -475,7 +548,9 @@ impl World {
         let runs = self.plan(&batch);
         self.log(batch.clone(), runs.clone());
         let index = batch.index;
-        if self.rng.bool() {
+        // What came ahead is found by comparing.
+        let came = self.ahead.iter().any(|b| b / BATCH_BLOCKS == batch.index);
+        if came || self.rng.bool() {
             self.compare(&batch);
         }
         self.destination(Event::Planned { index, runs });
@@ -620,6 +695,49 @@ impl World {
         self.disk.unsynced.entry(block).or_insert(before);
     }
 
+    /// A machine reads some of the image.
+    fn read(&mut self) {
+        let first = self.rng.u64(0..self.image.len() as u64);
+        let end = (first + self.rng.u64(1..40)).min(self.image.len() as u64);
+        let skip = self.rng.u64(1..4);
+        let runs = (first..end).filter(|b| b % skip == 0).collect();
+        self.destination(Event::Want(runs));
+    }
+
+    /// A frame of the control connection arrives.
+    fn given_arrives(&mut self) {
+        let runs = self.session.gives.pop_front().unwrap();
+        let (mut data, mut zero, mut announced) = (Vec::new(), Vec::new(), Vec::new());
+        for block in runs.blocks() {
+            self.session.wanted.remove(&block);
+            let content = self.image[block as usize];
+            match self.session.destination.given(block) {
+                Given::Useless => continue,
+                Given::Literal => {
+                    self.session.asked.insert(block);
+                    self.session.verified[block as usize] = true;
+                    announced.push(block);
+                }
+                Given::Ahead => {
+                    self.ahead.insert(block);
+                    match content {
+                        0 => zero.push(block),
+                        _ => data.push(block),
+                    }
+                }
+            }
+            self.given += 1;
+            // Where the file has zeros anyway nothing is written.
+            if content != self.disk.part[block as usize] {
+                self.write(block, content);
+            }
+        }
+        let runs = |blocks: Vec<u64>| -> Runs { blocks.into_iter().collect() };
+        let (data, zero) = (runs(data), runs(zero));
+        self.destination(Event::Ahead { data, zero });
+        self.destination(Event::Written(runs(announced)));
+    }
+
     /// A data connection's frame arrives and is verified as in a real data connection.
     fn literal_arrives(&mut self) {
         let at = self.rng.usize(0..self.session.literals.len());
@@ -647,6 +765,8 @@ impl Session {
             to_destination: VecDeque::new(),
             to_source: VecDeque::new(),
             literals: Vec::new(),
+            gives: VecDeque::new(),
+            wanted: HashSet::new(),
             questions: Vec::new(),
             jobs: Vec::new(),
             unlogged: BTreeMap::new(),

@@ -21,20 +21,32 @@ pub struct Frames {
     pub first_data: mpsc::Receiver<Frame>,
     /// The source's name, for messages.
     pub peer: String,
+    /// Whether an image is being received, of which blocks may be wanted. Those that still come afterwards are ignored.
+    pub wants: bool,
 }
 
 impl Frames {
     /// The next frame about an image from either connection; order is kept within each. Cancel safe.
     pub async fn next(&mut self) -> Result<Frame, TeleportError> {
-        tokio::select! {
-            frame = self.control.recv() => said(frame, &self.peer),
-            Some(frame) = self.first_data.recv() => Ok(frame),
+        loop {
+            let frame = tokio::select! {
+                frame = self.control.recv() => said(frame, &self.peer)?,
+                Some(frame) = self.first_data.recv() => frame,
+            };
+            if frame.kind != kind::GIVEN || self.wants {
+                return Ok(frame);
+            }
         }
     }
 
     /// The next frame of the control connection. Cancel safe.
     pub async fn next_control(&mut self) -> Result<Frame, TeleportError> {
-        said(self.control.recv().await, &self.peer)
+        loop {
+            let frame = said(self.control.recv().await, &self.peer)?;
+            if frame.kind != kind::GIVEN || self.wants {
+                return Ok(frame);
+            }
+        }
     }
 }
 

@@ -16,12 +16,13 @@ use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
+use super::on_demand::GivenReceiver;
 use super::prepare::{Prepared, check_quotas, check_room};
 use super::reuse::{self, Job, Work};
 use super::taken::Known;
 use super::{flock, waits};
 use crate::TeleportError;
-use crate::codec::{Batch, proofs_of};
+use crate::codec::{Batch, Need, proofs_of};
 use crate::destination::{Action, Event, ReuseJob, Run};
 use crate::flock::ImageState;
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, Origins, kind};
@@ -60,9 +61,18 @@ pub fn drive(
         comparing: HashMap::new(),
         origins: Origins::default(),
         finish: None,
+        given: GivenReceiver::default(),
         lap: Lap::start(),
     };
+    let asked = driver.prepared.incoming.events.clone();
+    let want = move |runs| {
+        let want = DriverEvent::Machine(Event::Want(runs));
+        asked.try_send(want).is_ok()
+    };
+    let image = driver.prepared.transfer.image();
+    let launches = site.launches.sessions.serve(image, Box::new(want));
     let result = driver.run(&mut events);
+    drop(launches);
     // Unblocks workers that are sending an event.
     events.close();
     let Driver {
@@ -214,6 +224,7 @@ struct Driver<'a> {
     /// Where reused blocks of an image of a flock came from.
     origins: Origins,
     finish: Option<Option<Digest>>,
+    given: GivenReceiver,
     lap: Lap,
 }
 
@@ -246,6 +257,12 @@ impl Driver<'_> {
                     return Err(TeleportError::Protocol(text.into()));
                 }
                 DriverEvent::Skipped(index) => self.take(index)?,
+                DriverEvent::Given(payload) => {
+                    for event in self.given.take(&payload, &mut self.prepared)? {
+                        self.note(&event);
+                        self.step(event)?;
+                    }
+                }
                 DriverEvent::Machine(event) => {
                     if let Event::End(_) = &event {
                         let _ = self.workers.sync.try_send(());
@@ -329,6 +346,9 @@ impl Driver<'_> {
             }
             Action::Complete(index) => self.complete(index)?,
             Action::Finish(digest) => self.finish = Some(digest),
+            Action::Want(runs) => self.say(kind::WANT, Need { runs }.encode())?,
+            Action::Hurry(runs) => self.say(kind::HURRY, Need { runs }.encode())?,
+            Action::Changed(block) => return Err(TeleportError::NotAnnounced(block)),
         }
         Ok(())
     }
@@ -381,7 +401,7 @@ impl Driver<'_> {
             ..
         } = &mut self.prepared;
         // Before it is matched: from then on others may want its blocks.
-        transit.arrived(&batch);
+        transit.arrived(&batch, transfer.compare);
         let entry = Arc::new(OpenBatch::new(batch.clone()));
         incoming.open.write().insert(batch.index, entry);
         if batch.digests.is_empty() {
@@ -434,7 +454,7 @@ impl Driver<'_> {
         };
         let runs = if count > 0 { vec![literal] } else { vec![] };
         let stores = Vec::new();
-        transit.arrived(&batch);
+        transit.arrived(&batch, transfer.compare);
         // After a cut, what is not in place is asked for.
         transfer.log_batch(&batch, &Plan { runs, stores })?;
         self.lap.busy(&incoming.stages.log);
@@ -473,8 +493,10 @@ impl Driver<'_> {
         if let Some(blocks) = kept {
             let kept = batch.data.iter().enumerate();
             let kept = kept.filter(|(i, _)| blocks.get(*i as u64));
+            let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
+            let there = kept.map(|(_, i)| i).chain(zeros);
             let first = batch.first_block();
-            self.prepared.transit.written(kept.map(|(_, i)| first + i));
+            self.prepared.transit.written(there.map(|i| first + i));
             self.step(Event::Kept { index, blocks })?;
         }
         self.step(Event::Planned { index, runs })

@@ -1,5 +1,6 @@
 //! Events for the driver of an image.
 
+use bytes::Bytes;
 use drover_index::Plan;
 use drover_store::DataBits;
 
@@ -29,6 +30,8 @@ pub enum DriverEvent {
     },
     /// The source skips a batch that the destination has.
     Skipped(u64),
+    /// Blocks that were wanted (the payload of a GIVEN).
+    Given(Bytes),
     /// A worker failed.
     Failed(TeleportError),
     /// The source gave the image up.

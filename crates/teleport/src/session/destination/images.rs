@@ -239,6 +239,7 @@ impl Session {
         let resume = prepared.machine.next_batch();
         tracing::debug!(slot, resume, "image accepted");
         let hold_stop = prepared.hold.stop.clone();
+        frames.wants = true;
         let (site, out) = (self.site.clone(), self.out.clone());
         let mut driver =
             tokio::task::spawn_blocking(move || driver::drive(&site, prepared, known, queue, &out));
@@ -257,6 +258,7 @@ impl Session {
             let _ = driver.await;
             break Err(why);
         };
+        frames.wants = false;
         self.shared.activity.deliver(false);
         *self.shared.current.write() = None;
         *self.shared.progress.write() = None;
@@ -378,6 +380,7 @@ async fn forward(
             DriverEvent::Skipped(index.map_err(|_| malformed())?)
         }
         kind::END_UNREAD => DriverEvent::Machine(Event::End(None)),
+        kind::GIVEN => DriverEvent::Given(frame.payload),
         kind::GIVE_UP => DriverEvent::GiveUp(decode::<GiveUp>(&frame.payload)?),
         other => {
             return Err(TeleportError::Protocol(format!(

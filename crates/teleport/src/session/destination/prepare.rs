@@ -23,13 +23,13 @@ use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::files::{OrderedDigest, remove_dir};
 use crate::flock::live::Flock;
-use crate::partials::Transit;
+use crate::partials::{Contents, Transit};
 use crate::protocol::Offer;
 use crate::session::SessionShared;
 use crate::session::literals_in::{Incoming, OpenBatch};
 use crate::site::Site;
 use crate::stages::Lap;
-use crate::transfer::{Opening, Restored, Transfer, opening_of, transfer_key};
+use crate::transfer::{Opening, Restored, Transfer, opening_of, read_ahead, transfer_key};
 
 /// How long the session that had the transfer may take to release it.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -120,6 +120,7 @@ pub fn prepare(
         ..
     } = shared;
     let key = transfer_key(peer, &offer.name);
+    site.check_launch(&offer.name, &key)?;
     let hold = site
         .active
         .take(&offer.name, &key, *number, TAKEOVER_TIMEOUT)
@@ -202,6 +203,10 @@ pub fn prepare(
     let transfer = match resumed {
         Some(transfer) => transfer,
         None => {
+            if older.is_some() {
+                // A machine may run from what came so far.
+                site.check_not_launched(&offer.name)?;
+            }
             // Until its log says what it was promised, no other is admitted.
             let _admitting = site.admitting.lock();
             admit()?;
@@ -231,13 +236,28 @@ pub fn prepare(
         Some(matcher) => matcher,
         None => start(image)?,
     };
+    let [data, zero] = match transfer.compare {
+        true => read_ahead(&dir, &transfer.part, &transfer.layout, machine.next_batch())?,
+        false => Default::default(),
+    };
+    let mut ahead = data.clone();
+    for (index, bits) in &zero {
+        let all = ahead.entry(*index);
+        let all = all.or_insert_with(|| DataBits::new(bits.blocks()));
+        bits.iter().for_each(|place| all.set(place));
+    }
+    machine.restore_ahead(data, zero);
+    let contents = Contents {
+        blocks: machine.map().clone(),
+        missing: absent,
+        ahead,
+    };
     let transit = site.partials.begin(
         image,
         *peer,
         &transfer.part_path(),
         transfer.layout.clone(),
-        machine.map().clone(),
-        absent,
+        contents,
     )?;
     let incoming = Arc::new(Incoming {
         slot: transfer.opening.offer.slot,

@@ -110,6 +110,16 @@ impl DataPool {
         self.needs.add(runs);
     }
 
+    /// Takes blocks back that wait to be sent; returns which did.
+    pub fn take_back(&self, runs: &Runs) -> Runs {
+        self.needs.take_back(runs)
+    }
+
+    /// The queue of blocks to be sent.
+    pub fn needs(&self) -> Arc<NeedQueue> {
+        self.needs.clone()
+    }
+
     /// Waits until the backlog has room. Cancel safe.
     pub async fn room(&self) {
         self.needs.room().await;

@@ -49,6 +49,7 @@ async fn ends() -> Ends {
             control,
             first_data,
             peer: "lyon".into(),
+            wants: false,
         },
         source,
         told,

@@ -1,0 +1,340 @@
+//! Images that are used while they are still being sent: `drover launch`.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::thread::JoinHandle;
+
+use serde_json::Value;
+
+use crate::mount::client::Client;
+use crate::mount::{has, tool};
+use crate::world::{Ran, Site, World, own_address, signal, until, wait};
+
+/// Bytes of a batch of the walk.
+const BATCH: usize = 8 << 20;
+
+/// Batches of the image: more than are announced before the first are complete.
+const BATCHES: usize = 12;
+
+/// A site `far` that is sent an image by `near`, over a slow link.
+struct Sent {
+    world: World,
+    listen: String,
+    far: Option<Site>,
+    send: Option<Child>,
+    bytes: Vec<u8>,
+}
+
+impl Sent {
+    /// Every batch begins with data; the rest is zeros.
+    fn new(name: &str) -> Sent {
+        let mut bytes = vec![0; BATCHES * BATCH];
+        let mut random = fastrand::Rng::with_seed(1);
+        for batch in bytes.chunks_mut(BATCH) {
+            random.fill(&mut batch[..768 << 10]);
+        }
+        let mut sent = Sent {
+            world: World::new(),
+            listen: own_address().to_string(),
+            far: None,
+            send: None,
+            bytes,
+        };
+        fs::write(sent.world.path(name), &sent.bytes).unwrap();
+        sent.start_site();
+        let ticket = sent.world.run("far", &["ticket"]).ok().out;
+        let pair = ["pair", ticket.trim(), "--name", "far"];
+        sent.world.run("near", &pair).ok();
+        sent
+    }
+
+    fn start_site(&mut self) {
+        let args = ["serve", "--listen", &self.listen];
+        self.far = Some(self.world.process("far", &args));
+    }
+
+    /// Kills the site.
+    fn kill_site(&mut self) {
+        self.far = None;
+    }
+
+    /// Begins to send an image, too slowly for the test to see its end.
+    fn begin(&mut self, name: &str) {
+        let args = ["send", name, "far", "--limit", "200K"];
+        let mut send = self.world.drover("near", &args);
+        let send = send.stdout(Stdio::null()).stderr(Stdio::null());
+        self.send = Some(send.spawn().unwrap());
+    }
+
+    /// Stops sending; what has come stays.
+    fn stop(&mut self) {
+        let mut send = self.send.take().unwrap();
+        signal(send.id(), "TERM");
+        wait(&mut send);
+    }
+
+    fn far(&self, args: &[&str]) -> Ran {
+        self.world.run("far", args)
+    }
+
+    /// Launches an image on a socket, as soon as its transfer has begun.
+    fn launch(&self, name: &str, socket: &str) -> PathBuf {
+        let path = self.world.path(socket);
+        let nbd = format!("unix:{}", path.display());
+        let args = [
+            "launch",
+            name,
+            "--nbd",
+            &nbd,
+            "--background",
+            "--wait",
+            "3m",
+        ];
+        self.far(&args).ok();
+        path
+    }
+
+    /// Ends a launch as soon as its client has left.
+    fn unmount(&self, socket: &Path) {
+        let socket = socket.to_str().unwrap();
+        until("the client has left", || {
+            self.far(&["unmount", socket]).code == Some(0)
+        });
+    }
+
+    fn disk(&self) -> Value {
+        let mounts = self.far(&["mounts", "--json"]).ok().json();
+        mounts[0]["disks"][0].clone()
+    }
+
+    fn changed(&self) -> u64 {
+        let changes = self.far(&["changes", "--json"]).ok().json();
+        changes[0]["changed_bytes"].as_u64().unwrap()
+    }
+}
+
+impl Drop for Sent {
+    fn drop(&mut self) {
+        if let Some(send) = &mut self.send {
+            let _ = send.kill();
+            let _ = send.wait();
+        }
+        let mounts = self.far(&["mounts", "--json"]);
+        for mount in mounts.json() {
+            let name = mount["name"].as_str().unwrap_or_default();
+            self.far(&["unmount", name, "--lazy", "--discard", "--yes"]);
+        }
+    }
+}
+
+/// Reads in a thread what is not here.
+fn held(socket: &Path, name: &str, at: usize) -> JoinHandle<std::io::Result<Vec<u8>>> {
+    let mut client = Client::connect(socket, name);
+    client.wait_for_ever();
+    std::thread::spawn(move || client.read(at as u64, 8192))
+}
+
+#[test]
+fn an_image_is_used_while_it_arrives_and_its_changes_lie_over_it() {
+    let mut sent = Sent::new("big.raw");
+    sent.far(&["launch", "big.raw", "disk"])
+        .fails(3, &["big.raw", "drover transfers"]);
+    sent.begin("big.raw");
+    let socket = sent.launch("big.raw", "s");
+    let mut client = Client::connect(&socket, "big.raw");
+    assert_eq!(client.size, sent.bytes.len() as u64);
+    let mut now = sent.bytes.clone();
+    // Not announced yet, announced, zeros of either, the end.
+    for at in [
+        11 * BATCH,
+        11 * BATCH + 700_000,
+        BATCH,
+        11 * BATCH + (1 << 20),
+        2 << 20,
+        now.len() - 5000,
+    ] {
+        let length = 5000;
+        let read = client.read(at as u64, length).unwrap();
+        assert!(read == now[at..at + length], "at {at}");
+    }
+    // Whole blocks, and parts of blocks that are not here.
+    for (at, length) in [
+        (9 * BATCH, 8192),
+        (9 * BATCH + 100_000, 3000),
+        (5 << 20, 4096),
+        (10 * BATCH - 100, 300),
+    ] {
+        client.write(at as u64, &vec![7; length]).unwrap();
+        now[at..at + length].fill(7);
+    }
+    client.zero(8 * BATCH as u64, 65_536).unwrap();
+    now[8 * BATCH..][..65_536].fill(0);
+    client.flush().unwrap();
+    for at in [
+        9 * BATCH,
+        9 * BATCH + 98_304,
+        5 << 20,
+        10 * BATCH - 4096,
+        8 * BATCH,
+    ] {
+        let read = client.read(at as u64, 8192).unwrap();
+        assert!(read == now[at..at + 8192], "at {at}");
+    }
+    let disk = sent.disk();
+    assert_eq!(disk["mode"], "launched", "{disk}");
+    assert!(disk["local"].as_u64() < disk["size"].as_u64(), "{disk}");
+    let table = sent.far(&["mounts"]).ok().out;
+    assert!(table.contains("% here"), "{table}");
+
+    // It is one machine's, and nothing that is still to come goes away.
+    let other = format!("unix:{}", sent.world.path("t").display());
+    sent.far(&["launch", "big.raw", "--nbd", &other])
+        .fails(3, &["big.raw", "lease"]);
+    sent.far(&["export", "big.raw", "--nbd", &other])
+        .fails(3, &["drover launch big.raw"]);
+    sent.stop();
+    sent.far(&["transfers", "rm", "big.raw", "--yes"])
+        .fails(3, &["drover unmount"]);
+    // Nor becomes another image.
+    let path = sent.world.path("big.raw");
+    File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .write_all_at(&[9], 0)
+        .unwrap();
+    sent.world
+        .run("near", &["send", "big.raw", "far"])
+        .fails(3, &["big.raw", "drover unmount"]);
+    fs::remove_file(&path).unwrap();
+    drop(client);
+
+    sent.unmount(&socket);
+    sent.far(&["transfers", "rm", "big.raw", "--yes"]).ok();
+}
+
+#[test]
+fn whatever_dies_a_machines_writes_are_there_and_the_image_arrives() {
+    let mut sent = Sent::new("big.raw");
+    sent.begin("big.raw");
+    let socket = sent.launch("big.raw", "s");
+    let mut now = sent.bytes.clone();
+    let mut client = Client::connect(&socket, "big.raw");
+    let ahead = 11 * BATCH + 4096;
+    assert!(client.read(ahead as u64, 4096).unwrap() == now[ahead..ahead + 4096]);
+    let written = 7 * BATCH + 8192;
+    client.write(written as u64, &[5; 4096]).unwrap();
+    client.flush().unwrap();
+    now[written..][..4096].fill(5);
+
+    // The source goes: what is not here is waited for.
+    sent.stop();
+    let wanted = 10 * BATCH + 4096;
+    let reader = held(&socket, "big.raw", wanted);
+    until("it is told that something is waited for", || {
+        let trouble = sent.disk()["trouble"].clone();
+        let held = |t: &str| t.contains("waiting for blocks") && t.contains("are held until");
+        trouble.as_str().is_some_and(held)
+    });
+    assert!(client.read(ahead as u64, 4096).unwrap() == now[ahead..ahead + 4096]);
+
+    // The site is killed, and comes back.
+    sent.kill_site();
+    sent.start_site();
+    assert!(client.read(written as u64, 4096).unwrap() == now[written..][..4096]);
+    assert!(client.read(ahead as u64, 4096).unwrap() == now[ahead..ahead + 4096]);
+    client.write(0, &[6; 4096]).unwrap();
+    client.flush().unwrap();
+    now[..4096].fill(6);
+    assert!(!reader.is_finished());
+
+    // So is the launcher.
+    let mounts = sent.far(&["mounts", "--json"]).ok().json();
+    signal(mounts[0]["process"].as_u64().unwrap() as u32, "KILL");
+    assert!(reader.join().unwrap().is_err(), "its connection is cut");
+    drop(client);
+    let socket = sent.launch("big.raw", "s");
+    let mut client = Client::connect(&socket, "big.raw");
+    for at in [0, written, ahead] {
+        assert!(
+            client.read(at as u64, 4096).unwrap() == now[at..at + 4096],
+            "{at}"
+        );
+    }
+    let reader = held(&socket, "big.raw", wanted);
+
+    // It is sent again, and arrives while it is used.
+    let report = sent
+        .world
+        .run("near", &["send", "big.raw", "far", "--json"])
+        .ok()
+        .json();
+    let last = report
+        .iter()
+        .rev()
+        .find(|e| e["event"] == "delivered")
+        .unwrap();
+    assert!(reader.join().unwrap().unwrap() == now[wanted..wanted + 8192]);
+    let digest = sent.world.run("near", &["digest", "big.raw"]).ok().out;
+    assert!(
+        digest.starts_with(last["digest"].as_str().unwrap()),
+        "{digest} {last}"
+    );
+    assert!(sent.world.delivered("far", "big.raw") == sent.bytes);
+    assert!(client.read(0, 1 << 20).unwrap() == now[..1 << 20]);
+    client.write(1 << 20, &[8; 4096]).unwrap();
+    client.flush().unwrap();
+    now[1 << 20..][..4096].fill(8);
+
+    // The site comes back once more: it is the same image.
+    sent.kill_site();
+    sent.start_site();
+    assert!(client.read(1 << 20, 4096).unwrap() == [8; 4096]);
+    drop(client);
+    sent.unmount(&socket);
+    assert_eq!(sent.changed(), 3 * 4096);
+    let table = sent.far(&["changes"]).ok().out;
+    assert!(!table.contains("earlier"), "{table}");
+    sent.far(&["changes", "merge", "big.raw"]).ok();
+    assert!(sent.world.delivered("far", "big.raw") == now);
+}
+
+#[test]
+fn a_qcow2_image_is_launched_as_the_disk_that_it_holds() {
+    if !has("launch qcow2", &["qemu-img"]) {
+        return;
+    }
+    let mut sent = Sent::new("big.raw");
+    let (raw, qcow2) = (sent.world.path("big.raw"), sent.world.path("big.qcow2"));
+    let [raw, path] = [&raw, &qcow2].map(|path| path.to_str().unwrap());
+    tool(
+        "qemu-img",
+        &["convert", "-f", "raw", "-O", "qcow2", raw, path],
+    );
+    sent.begin("big.qcow2");
+    let socket = sent.launch("big.qcow2", "s");
+    let mut client = Client::connect(&socket, "big.qcow2");
+    assert_eq!(client.size, sent.bytes.len() as u64);
+    for at in [11 * BATCH, 700_000, 11 * BATCH - 100] {
+        let read = client.read(at as u64, 70_000).unwrap();
+        assert!(read == sent.bytes[at..at + 70_000], "at {at}");
+    }
+    client.write(11 * BATCH as u64 + 100, &[3; 100]).unwrap();
+    client.flush().unwrap();
+    sent.stop();
+    sent.world.run("near", &["send", "big.qcow2", "far"]).ok();
+    sent.bytes[11 * BATCH + 100..][..100].fill(3);
+    assert!(client.read(11 * BATCH as u64, 65_536).unwrap() == sent.bytes[11 * BATCH..][..65_536]);
+    assert!(sent.world.delivered("far", "big.qcow2") == fs::read(&qcow2).unwrap());
+    drop(client);
+    sent.unmount(&socket);
+
+    // Complete, it is launched as it is exported.
+    let socket = sent.launch("big.qcow2", "s");
+    let mut client = Client::connect(&socket, "big.qcow2");
+    assert!(client.read(11 * BATCH as u64, 65_536).unwrap() == sent.bytes[11 * BATCH..][..65_536]);
+    drop(client);
+    sent.unmount(&socket);
+}

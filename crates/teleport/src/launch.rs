@@ -1,0 +1,321 @@
+//! Images in transit from which machines run (vmflock §3.5): what is here is read, what is not is asked for ahead of
+//! everything and waited for.
+//!
+//! A [`Launch`] reads the partial file of a transfer. Which blocks of it are in place [`Partial`] knows, whether the
+//! transfer runs or has stopped. Readers wait for the others by [`LaunchDevice::arrival`]; a running transfer is told of them, and of
+//! which blocks come next in the background. When the image is delivered the file stays the same one, with its name.
+//!
+//! [`Partial`]: crate::partials::Partial
+
+mod device;
+mod order;
+mod places;
+mod registry;
+mod sessions;
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use drover_core::ImageName;
+use drover_image::Layout;
+use drover_index::ImageId;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+
+use crate::codec::Runs;
+use crate::partials::Partials;
+use crate::protocol::BATCH_BLOCKS;
+use crate::transfer::Opening;
+
+pub use device::LaunchDevice;
+pub use order::{boot, follow};
+use places::Places;
+pub(crate) use registry::Launches;
+use sessions::{Serving, unix_now};
+
+/// How long a reader waits before it asks again for blocks that were not asked for at the source: they were to be
+/// reused, and may have turned out wrong.
+const ASK_AGAIN: Duration = Duration::from_millis(250);
+
+/// Blocks that are asked for with one that a reader waits for, aligned: it is likely to read on.
+const TOGETHER: u64 = 8;
+
+/// An image in transit that is read.
+pub struct Launch {
+    name: ImageName,
+    /// The key of its transfer.
+    key: String,
+    image: ImageId,
+    peer_name: String,
+    format: String,
+    layout: Arc<Layout>,
+    places: Places,
+    /// The partial file, which becomes the image.
+    file: File,
+    partials: Arc<Partials>,
+    sessions: Arc<Serving>,
+    /// The site has no other image.
+    nothing_else: bool,
+    asked: Mutex<Asked>,
+    waiting: Mutex<Waiting>,
+    /// Its path, once it is delivered.
+    delivered: OnceLock<PathBuf>,
+}
+
+/// What a session was asked for.
+#[derive(Default)]
+struct Asked {
+    /// Which session.
+    session: u64,
+    blocks: HashSet<u64>,
+}
+
+/// Readers that wait for blocks.
+#[derive(Default)]
+struct Waiting {
+    readers: u64,
+    /// Since when some have been waiting, in seconds since 1970.
+    since_unix: i64,
+}
+
+/// A launched image, for people and scripts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaunchStatus {
+    /// The image.
+    pub image: String,
+    /// Who sends it.
+    pub peer: String,
+    /// Whether it is being sent; else its source has to send it again.
+    pub running: bool,
+    /// Bytes that are in place.
+    pub done_bytes: u64,
+    /// Bytes of the image without holes.
+    pub total_bytes: u64,
+    /// Since when a reader has been waiting for blocks, in seconds since 1970.
+    pub waiting_since_unix: Option<i64>,
+    /// Since when nothing has been sent, in seconds since 1970.
+    pub stopped_since_unix: Option<i64>,
+}
+
+impl Launch {
+    pub(crate) fn new(
+        opening: Opening,
+        key: String,
+        layout: Arc<Layout>,
+        file: File,
+        partials: Arc<Partials>,
+        sessions: Arc<Serving>,
+        nothing_else: bool,
+    ) -> Self {
+        Launch {
+            image: ImageId(opening.image),
+            name: opening.offer.name,
+            key,
+            peer_name: opening.peer_name,
+            format: opening.offer.format,
+            places: Places::new(&layout),
+            layout,
+            file,
+            partials,
+            sessions,
+            nothing_else,
+            asked: Mutex::default(),
+            waiting: Mutex::default(),
+            delivered: OnceLock::new(),
+        }
+    }
+
+    /// The key of its transfer.
+    pub(crate) fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &ImageName {
+        &self.name
+    }
+
+    /// It was delivered, to this path.
+    fn delivered(&self, path: &Path) {
+        let _ = self.delivered.set(path.into());
+        self.partials.changed.notify_waiters();
+    }
+
+    /// The image's ID, which it also has once it is delivered.
+    #[must_use]
+    pub fn image(&self) -> ImageId {
+        self.image
+    }
+
+    /// Whether it is complete, and has its name.
+    #[must_use]
+    pub fn is_delivered(&self) -> bool {
+        self.delivered.get().is_some()
+    }
+
+    /// Those blocks of the walk that are not in place.
+    fn lacking(&self, blocks: impl Iterator<Item = u64>) -> Vec<u64> {
+        if self.is_delivered() {
+            return Vec::new();
+        }
+        let partial = self.partials.get(self.image);
+        let lacking = match partial {
+            Some(partial) => partial.lacking(blocks),
+            None => blocks.collect(),
+        };
+        // It may have been delivered, and forgotten as a partial one, in between.
+        match self.is_delivered() {
+            true => Vec::new(),
+            false => lacking,
+        }
+    }
+
+    /// Waits until `lacking` finds nothing, for a reader or not; what it finds is asked for. Cancel safe.
+    async fn until_here<F: Future<Output = Vec<u64>>>(
+        &self,
+        is_reader: bool,
+        lacking: impl Fn() -> F,
+    ) {
+        let mut reader = None;
+        loop {
+            let changed = self.partials.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            let blocks = lacking().await;
+            if blocks.is_empty() {
+                return;
+            }
+            if is_reader {
+                reader.get_or_insert_with(|| Reader::of(self));
+            }
+            self.ask(&blocks);
+            tokio::select! {
+                () = changed => {}
+                () = tokio::time::sleep(ASK_AGAIN) => self.forget(&blocks),
+            }
+        }
+    }
+
+    /// Notified whenever there may be more of it.
+    fn changes(&self) -> Arc<Notify> {
+        self.partials.changed.clone()
+    }
+
+    /// Whether a reader waits.
+    fn has_readers(&self) -> bool {
+        self.waiting.lock().readers > 0
+    }
+
+    /// Keeps those of some blocks that may be asked for without sending what the site perhaps has.
+    fn keep_announced(&self, blocks: &mut Vec<u64>) {
+        if !self.nothing_else {
+            let partial = self.partials.get(self.image);
+            let announced = partial.map_or(0, |partial| partial.announced());
+            blocks.retain(|block| *block < announced);
+        }
+    }
+
+    /// Forgets that blocks were asked for.
+    fn forget(&self, blocks: &[u64]) {
+        let mut asked = self.asked.lock();
+        for block in blocks {
+            asked.blocks.remove(block);
+        }
+    }
+
+    /// Asks the session for blocks ahead of all others, unless it was asked for them.
+    fn ask(&self, blocks: &[u64]) {
+        let Some((session, want)) = self.sessions.running(self.image) else {
+            return;
+        };
+        let mut asked = self.asked.lock();
+        if asked.session != session {
+            *asked = Asked {
+                session,
+                ..Asked::default()
+            };
+        }
+        let end = self.layout.walk_blocks();
+        let mut wanted: Vec<u64> = Vec::new();
+        for block in blocks.iter().filter(|block| !asked.blocks.contains(block)) {
+            let first = block - block % TOGETHER;
+            wanted.extend(first..(first + TOGETHER).min(end));
+        }
+        wanted.sort_unstable();
+        wanted.dedup();
+        for part in wanted.chunks(BATCH_BLOCKS as usize) {
+            let runs: Runs = part.iter().copied().collect();
+            // If it has too much to do just now, the reader asks again.
+            if want(runs) {
+                asked.blocks.extend(part);
+            }
+        }
+        if asked.blocks.len() > MAX_ASKED {
+            asked.blocks.clear();
+        }
+    }
+
+    /// Its state.
+    #[must_use]
+    pub fn status(&self) -> LaunchStatus {
+        let block = drover_core::BLOCK_SIZE_U64;
+        let total = self.layout.walk_blocks();
+        let partial = self.partials.get(self.image);
+        let done = match self.is_delivered() {
+            true => total,
+            false => partial.map_or(0, |partial| partial.blocks_in_place()),
+        };
+        let waiting = self.waiting.lock();
+        let running = self.sessions.running(self.image).is_some();
+        LaunchStatus {
+            image: self.name.to_string(),
+            peer: self.peer_name.clone(),
+            running: running || self.is_delivered(),
+            done_bytes: done.min(total) * block,
+            total_bytes: total * block,
+            waiting_since_unix: (waiting.readers > 0).then_some(waiting.since_unix),
+            stopped_since_unix: match running || self.is_delivered() {
+                true => None,
+                false => Some(self.sessions.stopped_since(self.image)),
+            },
+        }
+    }
+}
+
+/// Upper bound on the blocks that are remembered as asked for; asking again does no harm.
+const MAX_ASKED: usize = 1 << 16;
+
+/// A reader that waits, until it is dropped.
+struct Reader<'a>(&'a Launch);
+
+impl<'a> Reader<'a> {
+    fn of(launch: &'a Launch) -> Self {
+        let mut waiting = launch.waiting.lock();
+        if waiting.readers == 0 {
+            waiting.since_unix = unix_now();
+        }
+        waiting.readers += 1;
+        drop(waiting);
+        Reader(launch)
+    }
+}
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.lock().readers -= 1;
+    }
+}
+
+impl std::fmt::Debug for Launch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Launch")
+            .field("name", &self.name)
+            .field("image", &self.image)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,80 @@
+//! The sessions that may be asked for blocks ahead of all others.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use drover_index::ImageId;
+use parking_lot::Mutex;
+
+use crate::codec::Runs;
+
+/// Asks a session for blocks; `false` when it has too much to do.
+pub(crate) type Want = dyn Fn(Runs) -> bool + Send + Sync;
+
+/// The sessions, by the image that they receive.
+#[derive(Default)]
+pub(crate) struct Serving(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    running: HashMap<ImageId, (u64, Arc<Want>)>,
+    /// When they ended, of images that are watched.
+    ended: HashMap<ImageId, i64>,
+    last: u64,
+}
+
+/// A session that may be asked, until it is dropped.
+pub(crate) struct Served {
+    of: Arc<Serving>,
+    image: ImageId,
+}
+
+impl Serving {
+    /// Lets a session be asked for blocks of its image.
+    pub fn serve(self: &Arc<Self>, image: ImageId, want: Box<Want>) -> Served {
+        let mut state = self.0.lock();
+        state.last += 1;
+        let number = state.last;
+        state.running.insert(image, (number, Arc::from(want)));
+        Served {
+            of: self.clone(),
+            image,
+        }
+    }
+
+    /// The session that receives an image, by its number, if there is one.
+    pub fn running(&self, image: ImageId) -> Option<(u64, Arc<Want>)> {
+        self.0.lock().running.get(&image).cloned()
+    }
+
+    /// Watches when the sessions of these images end, and of no others.
+    pub fn watch(&self, images: &[ImageId]) {
+        let mut state = self.0.lock();
+        state.ended.retain(|image, _| images.contains(image));
+        for image in images {
+            state.ended.entry(*image).or_insert_with(unix_now);
+        }
+    }
+
+    /// Since when no session has received an image.
+    pub fn stopped_since(&self, image: ImageId) -> i64 {
+        let state = self.0.lock();
+        state.ended.get(&image).copied().unwrap_or_else(unix_now)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let mut state = self.of.0.lock();
+        state.running.remove(&self.image);
+        if let Some(ended) = state.ended.get_mut(&self.image) {
+            *ended = unix_now();
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX))
+}
