@@ -39,6 +39,7 @@ mod page;
 mod recent;
 mod scan;
 mod sequence;
+mod sketch;
 pub mod testing;
 mod zero;
 
@@ -52,6 +53,7 @@ pub use matcher::{
     Trim, Trimmed, Via,
 };
 pub use scan::{Scan, Scanner};
+pub use sketch::{BLOCK_SKETCH, Sketch};
 pub use zero::{ZeroMap, ZeroMapError};
 
 /// Slots in a segment of the sequence cache: no sequence spans two segments.

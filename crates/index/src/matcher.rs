@@ -117,6 +117,7 @@ impl Matcher {
             image,
             file,
             open: true,
+            used: serial,
         });
         Ok(Cursor {
             image,
@@ -127,7 +128,7 @@ impl Matcher {
         })
     }
 
-    /// A slot for another image; takes that of the oldest complete one if necessary.
+    /// A slot for another image; takes that of the complete one that was used longest ago if necessary.
     fn free_slot(&mut self) -> Result<u8> {
         if let Some(free) = self.recent.slots.iter().position(Option::is_none) {
             return Ok(free as u8);
@@ -135,7 +136,7 @@ impl Matcher {
         let oldest = (0..self.recent.slots.len())
             .filter_map(|i| Some((i as u8, self.recent.slots[i].as_ref()?)))
             .filter(|(_, s)| !s.open)
-            .min_by_key(|(_, s)| s.file.header().serial)
+            .min_by_key(|(_, s)| s.used)
             .map(|(i, _)| i)
             .ok_or(IndexError::TooManyOpen(self.recent.slots.len()))?;
         if let Some(old) = self.release(oldest) {
@@ -304,23 +305,62 @@ impl Matcher {
                 let Some(free) = self.recent.slots.iter().position(Option::is_none) else {
                     return Ok(());
                 };
-                let file = HashFile::open(self.storage.as_ref(), image.0)
-                    .map_err(IndexError::io("opening", names(image.0).0))?;
-                let Some(file) = file else {
-                    self.shared.report(Repair::Image(image));
-                    return self.forget(image);
-                };
-                self.older.remove(&image);
-                self.recent.slots[free] = Some(Slot {
-                    image,
-                    file,
-                    open: false,
-                });
-                free as u8
+                match self.seat_older(image, free as u8)? {
+                    true => free as u8,
+                    false => return Ok(()),
+                }
             }
         };
         self.reindex_slot(slot);
         Ok(())
+    }
+
+    /// Has an image found by its blocks from now on, in the place of the one that was used longest ago if necessary: it is probably
+    /// similar to one that comes next. Nothing changes for an image that is not in the index, or is in transit.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn recall(&mut self, image: ImageId) -> Result<()> {
+        let used = self.next_serial;
+        if let Some(slot) = self.recent.slot_of(image) {
+            self.next_serial += 1;
+            if let Some(slot) = self.recent.slot_mut(slot) {
+                slot.used = used;
+            }
+            return Ok(());
+        }
+        let can_go = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.open);
+        if !self.older.contains_key(&image) || !self.recent.slots.iter().any(can_go) {
+            return Ok(());
+        }
+        let slot = self.free_slot()?;
+        if self.seat_older(image, slot)? {
+            self.next_serial += 1;
+            if let Some(slot) = self.recent.slot_mut(slot) {
+                slot.used = used;
+            }
+            self.reindex_slot(slot);
+        }
+        Ok(())
+    }
+
+    /// Gives a free slot to an image without one; `false` if its files are damaged.
+    fn seat_older(&mut self, image: ImageId, slot: u8) -> Result<bool> {
+        let file = HashFile::open(self.storage.as_ref(), image.0)
+            .map_err(IndexError::io("opening", names(image.0).0))?;
+        let Some(file) = file else {
+            self.shared.report(Repair::Image(image));
+            self.forget(image)?;
+            return Ok(false);
+        };
+        self.older.remove(&image);
+        self.recent.slots[usize::from(slot)] = Some(Slot {
+            image,
+            open: false,
+            used: file.header().serial,
+            file,
+        });
+        Ok(true)
     }
 
     fn reindex_slot(&mut self, slot: u8) {

@@ -21,6 +21,8 @@ pub(crate) struct Slot {
     pub file: HashFile,
     /// Whether a cursor is open on it.
     pub open: bool,
+    /// Increases with every image that begins or is recalled: the lowest gives up its slot first.
+    pub used: u64,
 }
 
 /// C0, C1, and the images that their entries can refer to.

@@ -195,8 +195,9 @@ impl Matcher {
         };
         self.recent.slots[usize::from(slot)] = Some(Slot {
             image,
-            file,
             open: false,
+            used: file.header().serial,
+            file,
         });
         Ok(true)
     }

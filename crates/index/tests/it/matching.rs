@@ -75,6 +75,31 @@ fn sequences_outlive_the_images_they_came_from() {
 }
 
 #[test]
+fn an_image_that_later_ones_pushed_out_is_found_again_once_it_is_recalled() {
+    for recalled in [false, true] {
+        let (mut m, mut d) = open(MatcherConfig::default());
+        let image = Image::of(&[(1, 900)]);
+        whole(&mut m, &mut d, 1, &image, 500);
+        for id in 2..42 {
+            whole(&mut m, &mut d, id, &Image::of(&[(id, 30)]), 500);
+        }
+        if recalled {
+            m.recall(ImageId(1)).unwrap();
+            // One that is not there, and one that has its place.
+            m.recall(ImageId(99)).unwrap();
+            m.recall(ImageId(41)).unwrap();
+        }
+        // It keeps its place as long as one that came then.
+        for id in 42..62 {
+            whole(&mut m, &mut d, id, &Image::of(&[(id, 30)]), 500);
+        }
+        let again = whole(&mut m, &mut d, 100, &image, 500);
+        let reused = if recalled { 900 } else { 0 };
+        assert_eq!((again.reused, again.refetched), (reused, 0));
+    }
+}
+
+#[test]
 fn trimming_keeps_what_the_images_that_are_left_use() {
     let (mut m, mut d) = open(MatcherConfig::default());
     let (gone, left) = (Image::of(&[(1, 2000)]), Image::of(&[(2, 2000)]));
