@@ -52,6 +52,9 @@ seed vault_objects uses '\3\1\1w\1\5\0\24\72\60\0\0\1\0\0\0\0\0\1\0\20\0\0\0\1\0
 seed vault_objects aborted '\4\1'
 seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
+# Of Debian 12 with two packages and a block of its disk; a log that forgets a file.
+seed known_files likeness "\\0\\1\\6debian\\00212\\0\\0\\4ext4\\2\\2\\5\\7\\1\\3\\11\\1\\2\\1\\2"
+seed known_files log "\\1DRVRKNWN\\1\\0\\0\\0\\4\\0\\0\\0$(zeros 4)\\2/a\\0"
 # A header without a caller's, and a frame of one record.
 seed chunk_log frame "DRVRCLG\\0\\1$(zeros 23)CLfr\\1\\0\\0\\0\\1$(zeros 47)"
 # A disk of four chunks in its second generation, two of them written; the map of one of 300 MiB, in its first.
@@ -122,8 +125,8 @@ if [ -n "$mke2fs" ] && [ ! -e "$guests/ext2" ]; then
     seq 1 3000 >"$dir/tree/boot/vmlinuz-6.1"
     printf 'menuentry x {\n linux /boot/vmlinuz-6.1 ro\n initrd /boot/vmlinuz-6.1\n}\n' >"$dir/tree/boot/grub/grub.cfg"
     for kind in ext2 ext3 ext4; do
-        "$mke2fs" -q -F -t $kind -b 1024 -N 32 -J size=1 -d "$dir/tree" "$dir/$kind" 2M 2>/dev/null ||
-            "$mke2fs" -q -F -t $kind -b 1024 -N 32 -d "$dir/tree" "$dir/$kind" 2M
+        "$mke2fs" -q -F -t $kind -b 1024 -N 32 -J size=1 -d "$dir/tree" "$dir/$kind" 2M >/dev/null 2>&1 ||
+            "$mke2fs" -q -F -t $kind -b 1024 -N 32 -d "$dir/tree" "$dir/$kind" 2M >/dev/null
         sectors "$dir/$kind" >"$guests/$kind"
     done
     rm -rf "$dir"

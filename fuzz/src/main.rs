@@ -15,6 +15,7 @@ mod image_map;
 mod image_open;
 mod index_bits;
 mod index_files;
+mod known_files;
 mod layout_decode;
 mod literal_decode;
 mod machine_spec;
@@ -54,6 +55,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("image_open", image_open::run),
     ("index_bits", index_bits::run),
     ("index_files", index_files::run),
+    ("known_files", known_files::run),
     ("layout_decode", layout_decode::run),
     ("literal_decode", literal_decode::run),
     ("machine_spec", machine_spec::run),

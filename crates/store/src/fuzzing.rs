@@ -30,6 +30,11 @@ pub fn block_map(layout: &Layout, bytes: &[u8]) {
     image_map(&file);
 }
 
+/// Parses a log of known files.
+pub fn known_files(bytes: &[u8]) {
+    crate::known::replay_for_fuzzing(bytes);
+}
+
 /// Parses the journal records of pending stores in the sequence cache.
 pub fn pending_journal(bytes: &[u8]) {
     crate::sequences::replay_for_fuzzing(bytes);

@@ -5,6 +5,8 @@
 //! - [`Grant`]: what a peer may do; [`domain`]: the names of domains.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
+//! - [`Likeness`]: what is noted of an image to choose similar ones; [`KnownFiles`]: that of every image of a site, and of files that
+//!   are not indexed.
 //! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`machine`]: which site may run a machine; [`generations`]: when
 //!   each chunk of a disk was last written; [`changes`]: what mounts wrote
 //!   over images; [`profile`]: what a machine reads of an image first; [`space`]: disk usage.
@@ -37,7 +39,9 @@ pub mod generations;
 mod grant;
 mod imagemap;
 mod images;
+mod known;
 pub mod lease;
+mod likeness;
 pub mod machine;
 pub mod naming;
 pub mod peer_name;
@@ -54,6 +58,8 @@ pub use error::StoreError;
 pub use grant::Grant;
 pub use imagemap::{ImageMap, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES, layout_limits};
 pub use images::{Images, OpenImage};
+pub use known::{KnownFile, KnownFiles, MAX_KNOWN_FILES};
+pub use likeness::{Likeness, Looked, MAX_LIKENESS_BYTES, MIN_SIMILARITY, look_at_file};
 pub use sqlite::{
     FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo, ticket_id,
 };
