@@ -5,7 +5,7 @@ use drover_net::{Ticket, decode, encode};
 use drover_teleport::Unfinished;
 use drover_teleport::protocol::{Accept, Delivered, End, Estimate, GiveUp, Offer};
 use drover_teleport::services::{
-    ImageInfo, IndexImage, JoinSession, OpenSession, Progress, RemoveImage, RemoveTransfer,
+    ImageInfo, IndexImage, JoinSession, KnowFiles, OpenSession, Progress, RemoveImage, RemoveTransfer,
     Verified, VerifyImage,
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -26,6 +26,7 @@ pub fn run(data: &[u8]) {
             check::<JoinSession>(bytes);
             check::<VerifyImage>(bytes);
             check::<IndexImage>(bytes);
+            check::<KnowFiles>(bytes);
             check::<RemoveImage>(bytes);
             check::<RemoveTransfer>(bytes);
         }

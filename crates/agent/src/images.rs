@@ -2,6 +2,7 @@
 
 mod mark;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,10 +11,11 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::named_files;
 use drover_net::{Code, DEFAULT_DOMAIN};
-use drover_store::{Catalog, ImageRecord, SiteCatalog};
+use drover_store::{Catalog, ImageRecord, KnownFile, KnownFiles, SiteCatalog};
+use drover_teleport::Taken;
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, Progress, Removal, RemoveImage, ShareImage, Verified,
-    VerifyImage,
+    GuestInfo, ImageInfo, IndexImage, KnowFiles, ListImages, Progress, Removal, RemoveImage,
+    ShareImage, Verified, VerifyImage,
 };
 
 use crate::audit::{Audited, Event, Outcome, Record};
@@ -35,9 +37,10 @@ pub const HYPERVISOR_ENDS: Duration = Duration::from_secs(30);
 /// Upper bound on the images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
 
-/// Converts a catalog record to the form that peers see.
-pub fn info(r: ImageRecord) -> ImageInfo {
+/// Converts a catalog record, and what is known of its file, to the form that peers see.
+pub fn info(r: ImageRecord, known: Option<&KnownFile>) -> ImageInfo {
     ImageInfo {
+        guest: known.map_or_else(GuestInfo::default, |known| (&known.likeness).into()),
         name: r.name.to_string(),
         digest: r.digest,
         size_bytes: r.size_bytes,
@@ -47,6 +50,31 @@ pub fn info(r: ImageRecord) -> ImageInfo {
         added_unix: r.added_unix,
         from: r.from,
     }
+}
+
+/// The image files that this site knows, by their paths.
+///
+/// # Errors
+/// When what it knows cannot be read.
+pub fn known_files(home: &Home) -> Result<BTreeMap<PathBuf, Arc<KnownFile>>> {
+    let files = KnownFiles::of_site(&home.index_dir())?;
+    Ok(files
+        .into_iter()
+        .map(|file| (file.path.clone(), file))
+        .collect())
+}
+
+/// The images of this site.
+///
+/// # Errors
+/// When the catalog, or what the site knows of its files, cannot be read.
+pub fn list(home: &Home, catalog: &SiteCatalog) -> Result<Vec<ImageInfo>> {
+    let known = known_files(home)?;
+    let about = |r: ImageRecord| {
+        let known = known.get(&r.path).map(|known| &**known);
+        info(r, known)
+    };
+    Ok(catalog.images()?.into_iter().map(about).collect())
 }
 
 /// A name that a new image can have: `:` separates a peer from an image. Older versions allowed it.
@@ -114,6 +142,19 @@ impl Audited for IndexImage {
         Some(match reply {
             Some(name) => record.image(name),
             None => record,
+        })
+    }
+}
+
+impl Audited for KnowFiles {
+    fn told(&self, reply: Option<&Taken>) -> Option<Record> {
+        let record = Record::new(Event::Indexed);
+        Some(match reply {
+            Some(taken) => record.detail(format!(
+                "{}: {} files are known, and indexed when they are needed",
+                self.directory, taken.looked
+            )),
+            None => record.detail(self.directory.as_str()),
         })
     }
 }
@@ -333,6 +374,45 @@ impl Indexer {
             tracing::warn!(image = %record.name, "its generations are not taken up: {e}");
         }
         Ok(record)
+    }
+
+    /// Makes the image files of a directory known, without indexing them.
+    ///
+    /// # Errors
+    /// When the directory cannot be listed, or the site refuses.
+    pub async fn know(
+        &mut self,
+        directory: &Path,
+        mut progress: impl FnMut(u64, u64) + Send + 'static,
+    ) -> Result<Taken> {
+        let text = directory.to_str().with_context(|| {
+            format!(
+                "cannot index {}: its path is not UTF-8, which the site needs",
+                directory.display()
+            )
+        })?;
+        let request = KnowFiles {
+            directory: text.into(),
+        };
+        let call = match self.own {
+            Some(_) => None,
+            None => Call::local(&self.home).await?,
+        };
+        if let Some(call) = call {
+            let progress = |p: Progress| progress(p.done, p.total);
+            return call.ask(&request, progress).await;
+        }
+        let own = match self.own.take() {
+            Some(own) => own,
+            None => Own::open(&self.home, &self.catalog).await?,
+        };
+        let directory = directory.to_owned();
+        let job = own.keep(move |site| site.know_files(&directory, &mut progress));
+        let (own, taken) = job.await?;
+        self.own = Some(own);
+        let home = &self.home;
+        home.audit().done(home.domain_name(), &request, &taken);
+        Ok(taken)
     }
 
     /// Refuses an image that is read from other files. In the images directory, those must be images of the site.

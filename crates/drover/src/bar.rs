@@ -10,14 +10,23 @@ pub struct Bar(ProgressBar);
 impl Bar {
     /// A bar labelled `label`; hidden if `quiet`.
     pub fn new(label: &str, quiet: bool) -> Bar {
+        let style =
+            "{prefix} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+        Bar::styled(label, style, quiet)
+    }
+
+    /// One that counts files.
+    pub fn of_files(label: &str, quiet: bool) -> Bar {
+        Bar::styled(label, "{prefix} {wide_bar} {pos}/{len} files {eta}", quiet)
+    }
+
+    fn styled(label: &str, style: &str, quiet: bool) -> Bar {
         let target = if quiet {
             ProgressDrawTarget::hidden()
         } else {
             ProgressDrawTarget::stderr()
         };
         let bar = ProgressBar::with_draw_target(Some(0), target);
-        let style =
-            "{prefix} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
         bar.set_style(
             ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()),
         );
@@ -25,7 +34,7 @@ impl Bar {
         Bar(bar)
     }
 
-    /// Sets the position to `done` of `total` bytes.
+    /// Sets the position to `done` of `total`.
     pub fn at(&self, done: u64, total: u64) {
         if total > 0 {
             self.0.set_length(total);

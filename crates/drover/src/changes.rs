@@ -6,13 +6,12 @@ use anyhow::Result;
 use drover_agent::changes::{self, ImageChanges, Merged, Order};
 use drover_agent::error::Error;
 use drover_agent::home::{CleanUp, Home};
-use drover_agent::images::{info, list_of_peer};
+use drover_agent::images::{self, list_of_peer};
 use drover_agent::mounts::Writer;
 use drover_agent::site;
 use drover_agent::text::{bytes, clean, moment};
 use drover_core::Digest;
 use drover_net::Code;
-use drover_store::Catalog;
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -77,7 +76,7 @@ async fn list(home: &Home, peer: Option<&str>, json: bool) -> Result<()> {
 async fn images(home: &Home, peer: Option<&str>) -> Result<HashMap<String, Digest>> {
     let catalog = site::look_at_catalog(home)?;
     let images = match peer {
-        None => catalog.images()?.into_iter().map(info).collect(),
+        None => images::list(home, &catalog)?,
         Some(peer) => list_of_peer(home, &catalog, peer).await?,
     };
     Ok(images.into_iter().map(|i| (i.name, i.digest)).collect())

@@ -308,6 +308,15 @@ pub struct ImagesArgs {
     /// Name of a peer [default: this site]
     #[arg(conflicts_with = "domain")]
     pub peer: Option<String>,
+    /// List the files that are known, but not indexed
+    #[arg(long, conflicts_with_all = ["peer", "similar", "packages"])]
+    pub known: bool,
+    /// List the images and known files that are similar to this image, the most similar first
+    #[arg(long, value_name = "IMAGE", value_parser = image_name, conflicts_with_all = ["peer", "packages"])]
+    pub similar: Option<ImageName>,
+    /// List the packages that are installed in this image, with their versions (of dpkg and apk)
+    #[arg(long, value_name = "IMAGE", value_parser = image_name, conflicts_with = "peer")]
+    pub packages: Option<ImageName>,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
@@ -319,15 +328,23 @@ pub struct ImagesArgs {
 ///
 /// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never deletes them, and modifies
 /// them only with --mark or --unmark. If the site is running, it reads the files, so its user needs permission to read them.
+///
+/// The files of a directory are only looked at, which reads little of each. They are known then, and a file is indexed when an image is
+/// sent to this site that is probably similar: that has the same blocks at the same places of the disk, the same packages, or the same
+/// operating system. --now indexes all at once.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  drover index /srv/images/*.qcow2
-  drover index /var/lib/libvirt/images")]
+  drover index /srv/images/debian.qcow2
+  drover index /var/lib/libvirt/images           # known, and indexed when needed
+  drover index --now /var/lib/libvirt/images     # read all of them")]
 pub struct IndexArgs {
-    /// Image files, or directories whose files are indexed (not recursive)
+    /// Image files to index, or directories whose files become known (not recursive)
     #[arg(required = true, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub paths: Vec<PathBuf>,
+    /// Index the files of directories at once; so do --with-parts, --mark and --unmark
+    #[arg(long)]
+    pub now: bool,
     /// Index also images that are read from other files, such as backing files, and list those: who may read the image can read them
     #[arg(long)]
     pub with_parts: bool,

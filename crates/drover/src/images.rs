@@ -1,5 +1,7 @@
 //! `images`, `verify`, `rm`, `index` and `digest`.
 
+mod inside;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::{CleanUp, Home};
-use drover_agent::images::{Indexer, changed_bytes, info, list_of_peer, removal, remove, written};
+use drover_agent::images::{Indexer, changed_bytes, list_of_peer, removal, remove, written};
 use drover_agent::text::{bytes, clean, moment};
 use drover_agent::{changes, images, mounts, site};
 use drover_core::{Digest, ImageName};
@@ -31,9 +33,15 @@ const MAX_INDEXED: usize = 10_000;
 /// # Errors
 /// When the catalog cannot be read, or the peer does not respond.
 pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
+    if let Some(name) = &args.packages {
+        return inside::packages(home, name, args.json);
+    }
+    if args.known || args.similar.is_some() {
+        return inside::known(home, args.similar.as_ref(), args.json);
+    }
     let catalog = site::look_at_catalog(home)?;
     let list = match &args.peer {
-        None => catalog.images()?.into_iter().map(info).collect(),
+        None => images::list(home, &catalog)?,
         Some(name) => list_of_peer(home, &catalog, name).await?,
     };
     // The changes at a peer are not known here.
@@ -47,6 +55,8 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
                 "name": i.name, "digest": i.digest.to_string(), "format": i.format,
                 "size_bytes": i.size_bytes, "data_bytes": i.data_bytes, "virtual_bytes": i.virtual_bytes,
                 "added_unix": i.added_unix, "from": i.from,
+                "system": i.guest.system, "system_version": i.guest.version, "system_name": i.guest.name,
+                "file_system": i.guest.file_system, "packages": i.guest.packages,
             });
             if let Some(changed) = changed {
                 object["changed_bytes"] = changed.into();
@@ -55,6 +65,9 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
             out::json(&object)?;
         }
         return Ok(());
+    }
+    if args.peer.is_none() {
+        inside::note_known(home)?;
     }
     if list.is_empty() {
         out::note("drover: no images");
@@ -79,6 +92,7 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
                 digest,
                 moment(i.added_unix),
                 from,
+                inside::system(&i.guest),
             ];
             if any {
                 let changed = changed.filter(|c| *c > 0);
@@ -95,11 +109,12 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         "digest",
         "added (UTC)",
         "from",
+        "system",
     ];
     if any {
         heading.push("changes");
     }
-    out::line(&out::table(&heading, rows, &[2, 3, 7]))
+    out::line(&out::table(&heading, rows, &[2, 3, 8]))
 }
 
 /// The generations of an image of this site: null for one that was not mounted for writing since it was made.
@@ -323,12 +338,16 @@ async fn rm_here(home: &Home, args: RmArgs) -> Result<()> {
 /// # Errors
 /// When one cannot be indexed; those before it stay indexed.
 pub async fn index(home: impl FnOnce(&str) -> Result<Home>, args: IndexArgs) -> Result<()> {
-    let files = files_of(&args.paths)?;
-    if files.is_empty() {
+    let at_once = args.now || args.with_parts || args.mark || args.unmark;
+    let (directories, files) = split(&args.paths, at_once)?;
+    if files.is_empty() && directories.is_empty() {
         return Err(usage("no files to index: the directories are empty"));
     }
     let home = home(&args.of.domain)?;
     let mut indexer = Indexer::new(&home)?;
+    for directory in &directories {
+        inside::know(&mut indexer, directory, args.json).await?;
+    }
     let (all, mut unchanged) = (files.len(), 0);
     for path in files {
         let bar = Bar::new(
@@ -409,6 +428,20 @@ fn report_indexed(record: &ImageRecord, path: &Path, parts: &[PathBuf], json: bo
         out::line(&clean(&format!("  is read from {}, too", part.display())))?;
     }
     Ok(())
+}
+
+/// The paths of directories, and those of the other files; with `at_once`, of the files in directories, too.
+fn split(paths: &[PathBuf], at_once: bool) -> Result<(Vec<PathBuf>, Vec<PathBuf>)> {
+    let directory = |path: &&PathBuf| !at_once && path.is_dir();
+    let mut directories = Vec::new();
+    for path in paths.iter().filter(directory) {
+        // Without any file it is a mistake.
+        if !files_of(std::slice::from_ref(path))?.is_empty() {
+            directories.push(path.canonicalize()?);
+        }
+    }
+    let files: Vec<PathBuf> = paths.iter().filter(|p| !directory(p)).cloned().collect();
+    Ok((directories, files_of(&files)?))
 }
 
 /// The absolute paths of the files in `paths`, with directories replaced by the files in them, sorted.

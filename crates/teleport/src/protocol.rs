@@ -33,6 +33,9 @@
 //! GOODBYE after the last            ->
 //! ```
 //!
+//! An offer may be preceded by LIKENESS: the destination then looks for images of its own that are probably similar, and may index
+//! some of them before it accepts.
+//!
 //! An offer of a disk that was here before may be preceded by GENERATIONS; the destination answers with HAVE ahead of
 //! ACCEPT, if it has an old copy of it. The source then sends SKIPPED for these batches, without reading them, and
 //! END_UNREAD at the end: it compares the digest in DELIVERED with that of the image when it has read all of it.
@@ -108,6 +111,8 @@ pub mod kind {
     pub const SKIPPED: u8 = 0x18;
     /// In place of END when batches were skipped: the source has not read all of the image, and does not know its digest.
     pub const END_UNREAD: u8 = 0x19;
+    /// Before an offer: what is noted of the image to choose similar ones (`drover_store::Likeness`).
+    pub const LIKENESS: u8 = 0x1f;
     /// An [`super::Accept`].
     pub const ACCEPT: u8 = 0x20;
     /// A refused image (a [`Refusal`](drover_net::Refusal)).

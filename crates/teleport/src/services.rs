@@ -3,9 +3,11 @@
 
 use drover_core::{Digest, ImageName};
 use drover_net::request;
+use drover_store::Likeness;
 use serde::{Deserialize, Serialize};
 
 use crate::flock::FlockInfo;
+use crate::site::Taken;
 use crate::transfers::Unfinished;
 
 /// Opens a session to send images.
@@ -114,6 +116,14 @@ pub struct IndexImage {
     pub path: String,
 }
 request!(IndexImage: "image.index", Manage, Progress => ImageName);
+
+/// Makes the image files of a directory on the site's machine known: they are indexed when a similar image is sent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KnowFiles {
+    /// Its absolute path.
+    pub directory: String,
+}
+request!(KnowFiles: "image.know", Manage, Progress => Taken);
 
 /// Removes an image; a peer may remove those that belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -236,4 +246,34 @@ pub struct ImageInfo {
     pub added_unix: i64,
     /// The name of the peer it came from; empty when it was indexed here.
     pub from: String,
+    /// What is in it.
+    pub guest: GuestInfo,
+}
+
+/// What a look inside an image has found, for listings. Texts are empty where nothing is known.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestInfo {
+    /// The identifier of the operating system, as `debian`.
+    pub system: String,
+    /// The identifier of its version.
+    pub version: String,
+    /// Its name for people.
+    pub name: String,
+    /// The kind of the file system.
+    pub file_system: String,
+    /// The number of installed packages.
+    pub packages: u32,
+}
+
+impl From<&Likeness> for GuestInfo {
+    fn from(likeness: &Likeness) -> Self {
+        let file_system = likeness.file_system;
+        GuestInfo {
+            system: likeness.system.clone(),
+            version: likeness.version.clone(),
+            name: likeness.system_name.clone(),
+            file_system: file_system.map_or_else(String::new, |kind| kind.to_string()),
+            packages: likeness.packages,
+        }
+    }
 }

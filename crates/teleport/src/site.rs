@@ -2,9 +2,11 @@
 
 mod adopt;
 mod arrived;
+mod candidates;
 mod catch_up;
 mod flocks;
 mod give_way;
+mod known;
 mod launching;
 mod old_copies;
 mod open;
@@ -17,19 +19,19 @@ mod supplies;
 mod unfinished;
 mod watch;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::{Digest, ImageName};
-use drover_index::ImageId;
+use drover_index::{ImageId, Sketch};
 use drover_net::{Code, PeerKey, Refusal, Rights};
 use drover_storage::Disk;
 use drover_store::generations::Summary;
 use drover_store::sequences::Sequences;
-use drover_store::{Catalog, ImageRecord, Images};
+use drover_store::{Catalog, ImageRecord, Images, KnownFiles};
 use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
@@ -45,6 +47,7 @@ use crate::teleporter::{Event, ImageEvent};
 pub use adopt::Origin;
 pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
+pub use known::{MAX_SKIPPED, Taken};
 pub use old_copies::{OldCopies, OldCopy};
 pub use status::{SiteStatus, TransferStatus};
 pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
@@ -118,8 +121,12 @@ pub struct Site {
     catch_up_wakes: crossbeam_channel::Sender<()>,
     /// Whether the matcher may lack some images.
     behind: AtomicBool,
-    /// Images whose digests are being sent to the matcher and that are not in the catalog yet.
-    indexing: Mutex<HashSet<ImageId>>,
+    /// Images whose digests are being sent to the matcher and that are not in the catalog yet, with sketches of their blocks
+    /// once all were sent.
+    indexing: Mutex<HashMap<ImageId, Sketch>>,
+    /// What is noted of image files to choose similar ones.
+    known: KnownFiles,
+    candidates: candidates::Queue,
     /// Whether an image was removed since sequence data was last trimmed.
     images_went: AtomicBool,
     /// Number of trims begun so far; locked during each step of a trim.

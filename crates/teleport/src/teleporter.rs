@@ -70,6 +70,8 @@ pub enum ImageEvent {
     Forget,
     /// Another image was removed: enter this one's heads into the caches again.
     Reindex,
+    /// It is probably similar to the one that comes next: enter its heads into the caches, in the place of those of another.
+    Recall,
 }
 
 /// The reply of a teleporter to an event.
@@ -255,6 +257,7 @@ impl Teleporter {
             }
             Event::Image(image, ImageEvent::Forget) => self.matcher.forget(image)?,
             Event::Image(image, ImageEvent::Reindex) => self.matcher.reindex(image)?,
+            Event::Image(image, ImageEvent::Recall) => self.matcher.recall(image)?,
             Event::Record(image, batch) => {
                 let cursor = self.cursors.get_mut(&image);
                 let cursor = cursor.ok_or(Failure::Violation("record without begin"))?;

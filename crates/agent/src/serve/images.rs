@@ -8,9 +8,11 @@ use drover_core::ImageName;
 use drover_mount::server::WhyBroken;
 use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Code, Refusal};
-use drover_store::Catalog;
+use drover_store::{Catalog, ImageRecord};
+use drover_teleport::Taken;
 use drover_teleport::services::{
-    ImageInfo, IndexImage, ListImages, Removal, RemoveImage, ShareImage, Verified, VerifyImage,
+    ImageInfo, IndexImage, KnowFiles, ListImages, Removal, RemoveImage, ShareImage, Verified,
+    VerifyImage,
 };
 
 use super::jobs;
@@ -34,7 +36,12 @@ impl Handler<ListImages> for OfSite {
         let catalog = Arc::clone(&self.domain.catalog);
         let records = tokio::task::spawn_blocking(move || catalog.images()).await;
         let records = records.map_err(failed)?.map_err(failed)?;
-        let infos: Vec<ImageInfo> = records.into_iter().map(crate::images::info).collect();
+        let site = &self.domain.site;
+        let about = |record: ImageRecord| {
+            let known = site.known_file(&record.path);
+            crate::images::info(record, known.as_deref())
+        };
+        let infos: Vec<ImageInfo> = records.into_iter().map(about).collect();
         for some in infos.chunks(IMAGES_AT_ONCE) {
             exchange.report(&some.to_vec()).await?;
         }
@@ -82,6 +89,25 @@ impl Handler<IndexImage> for OfSite {
         let uses = Arc::clone(&self.domain);
         let indexed = jobs::run(&self.server, exchange, uses, job).await;
         Ok(indexed.map_err(failed)??.name)
+    }
+}
+
+impl Handler<KnowFiles> for OfSite {
+    async fn handle(
+        &self,
+        _: &Peer,
+        KnowFiles { directory }: KnowFiles,
+        exchange: &mut Exchange<'_, KnowFiles>,
+    ) -> Result<Taken, Refusal> {
+        let directory = PathBuf::from(directory);
+        if !directory.is_absolute() {
+            return Err(Refusal::new(Code::Failed, "the path must be absolute"));
+        }
+        let site = Arc::clone(&self.domain.site);
+        let job = move |progress: &mut dyn FnMut(u64, u64)| site.know_files(&directory, progress);
+        let uses = Arc::clone(&self.domain);
+        let taken = jobs::run(&self.server, exchange, uses, job).await;
+        Ok(taken.map_err(failed)??)
     }
 }
 

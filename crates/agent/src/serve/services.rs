@@ -114,6 +114,7 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     let told = || Told(Arc::clone(server.home.audit()), site.clone());
     services.handle::<of_teleport::VerifyImage>(told());
     services.handle::<of_teleport::IndexImage>(told());
+    services.handle::<of_teleport::KnowFiles>(told());
     services.handle::<of_teleport::RemoveImage>(told());
     services.handle::<of_teleport::ShareImage>(told());
     services.handle::<of_teleport::RemoveTransfer>(told());

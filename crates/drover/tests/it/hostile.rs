@@ -36,9 +36,9 @@ use drover_net::{
 use drover_store::lease::MountId;
 use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
-    BeginMatching, BeginMatchingFor, EndFlock, GetProfile, IndexImage, JoinSession, ListFlocks,
-    ListImages, ListTransfers, OpenFlock, OpenSession, PutProfile, RemoveImage, RemoveTransfer,
-    SendFlock, ShareImage, VerifyImage,
+    BeginMatching, BeginMatchingFor, EndFlock, GetProfile, IndexImage, JoinSession, KnowFiles,
+    ListFlocks, ListImages, ListTransfers, OpenFlock, OpenSession, PutProfile, RemoveImage,
+    RemoveTransfer, SendFlock, ShareImage, VerifyImage,
 };
 
 use crate::world::{Site, World};
@@ -114,7 +114,7 @@ fn run<T>(test: impl Future<Output = T>) -> T {
 fn every_call() -> Vec<(Vec<u8>, bool)> {
     let name = ImageName::new("a.img").unwrap();
     let session = [0; 16];
-    let path = "/etc/passwd".into();
+    let path = String::from("/etc/passwd");
     let order = changes::Order {
         name: name.clone(),
         rename: None,
@@ -254,6 +254,9 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         }),
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
+        encode_call(&KnowFiles {
+            directory: path.clone(),
+        }),
         encode_call(&IndexImage { path }),
         encode_call(&CloseMachine {
             kind: Kind::Disk,

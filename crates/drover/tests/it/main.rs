@@ -3,6 +3,7 @@
 mod attach_guest;
 mod audit;
 mod basics;
+mod candidates;
 mod changes;
 mod damage;
 mod flock;

@@ -29,6 +29,7 @@ pub fn encode_event(event: &Event) -> Vec<u8> {
         Event::Probe(_) => (8, none),
         Event::BeginTrim { .. } => (9, none),
         Event::Trim => (10, none),
+        Event::Image(i, ImageEvent::Recall) => (11, i),
     };
     let mut out = vec![tag];
     put_varint(&mut out, image.0);
@@ -65,6 +66,7 @@ pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
             return r.end().map(|()| Event::BeginTrim { keep, have });
         }
         10 => return r.end().map(|()| Event::Trim),
+        11 => ImageEvent::Recall,
         _ => return Err(r.malformed()),
     };
     r.end()?;
@@ -163,7 +165,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..11) {
+        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..12) {
             let (id, batch) = (ImageId(image), Arc::new(batch));
             use ImageEvent::*;
             let event = match tag {
@@ -173,6 +175,7 @@ mod tests {
                 8 => Event::Probe(batch),
                 9 => Event::BeginTrim { keep: image as u32, have: (image >> 32) as u32 },
                 10 => Event::Trim,
+                11 => Event::Image(id, Recall),
                 t => Event::Image(id, [Begin, Finish, Abort, Forget, Reindex][t as usize]),
             };
             let bytes = encode_event(&event);

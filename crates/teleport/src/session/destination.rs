@@ -141,6 +141,7 @@ impl Site {
             out,
             stop,
             generations: None,
+            likeness: None,
         };
         let result = session.run(&mut frames).await;
         opened.ended.send_replace(true);

@@ -395,6 +395,10 @@ impl Sender {
             Counters::add(&self.counters.header_bytes, frame_bytes(generations.len()));
             control.send(kind::GENERATIONS, generations).await?;
         }
+        if let Some(likeness) = &begun.likeness {
+            Counters::add(&self.counters.header_bytes, frame_bytes(likeness.len()));
+            control.send(kind::LIKENESS, likeness.clone()).await?;
+        }
         control.send(kind::OFFER, payload).await?;
         for part in layout.chunks(LAYOUT_PART_BYTES) {
             control.send(kind::LAYOUT, part.to_vec()).await?;

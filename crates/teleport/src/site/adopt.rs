@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
+use drover_index::{BLOCK_SKETCH, Sketch};
 use drover_net::{Code, PeerKey};
 use drover_storage::sync_parent;
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
@@ -139,7 +140,8 @@ impl Site {
         };
         let old = self.enter(&record, named)?;
         drop(changing);
-        self.indexing.lock().remove(&record.id);
+        let sketch = self.indexing.lock().remove(&record.id);
+        self.note_image(&record, sketch.as_ref());
         if let Some(old) = old {
             self.replaced(old.id, record.id);
         }
@@ -167,7 +169,8 @@ impl Site {
     ) -> Result<(ImageRecord, ImageMap), TeleportError> {
         let id = self.catalog.new_image_id().map_err(StoreError::from)?;
         let mut link = self.matching.link()?;
-        self.indexing.lock().insert(id);
+        self.indexing.lock().insert(id, Sketch::new(BLOCK_SKETCH));
+        let mut sketch = Sketch::new(BLOCK_SKETCH);
         let begun = link.ask(Event::Image(id, ImageEvent::Begin));
         let mut blocks = BlockMap::default();
         let mut walk = Walk::new(&outgoing);
@@ -179,6 +182,7 @@ impl Site {
             match walk.next_batch() {
                 Ok(Some(batch)) => {
                     blocks.push(&batch.data);
+                    sketch.add_blocks(&batch.digests);
                     let noted = progress(blocks.walk_blocks(), total)
                         .and_then(|()| link.ask(Event::Record(id, Arc::new(batch))).map(drop));
                     if let Err(e) = noted {
@@ -202,6 +206,7 @@ impl Site {
             let _ = link.ask(Event::Image(id, ImageEvent::Abort));
             self.indexing.lock().remove(&id);
         })?;
+        self.indexing.lock().insert(id, sketch);
         let record = ImageRecord {
             id,
             name: name.clone(),
@@ -234,6 +239,18 @@ impl Site {
         path: &Path,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<ImageRecord, TeleportError> {
+        self.index_file(path, &mut |done, total| {
+            progress(done, total);
+            Ok(())
+        })
+    }
+
+    /// As [`Site::index_image`]; an error of `progress` ends it.
+    pub(super) fn index_file(
+        &self,
+        path: &Path,
+        progress: &mut Progress<'_>,
+    ) -> Result<ImageRecord, TeleportError> {
         let path = path
             .canonicalize()
             .map_err(TeleportError::file("find", path))?;
@@ -244,10 +261,6 @@ impl Site {
         let name = ImageName::new(name).map_err(|e| TeleportError::Failed(e.to_string()))?;
         check_path(self.images.by_name(&name).as_ref(), &path)?;
         let outgoing = open_for_sending(&path, Conversion::AsIs)?;
-        let mut progress = |done, total| {
-            progress(done, total);
-            Ok(())
-        };
         // The stamp from when it was opened; it is still the same after the last read.
         let stamp = outgoing.stamps.first().map(|(_, stamp)| *stamp);
         // A file in the site's own directory belongs to the site; any other stays its owner's.
@@ -259,11 +272,14 @@ impl Site {
                 _ => Ok(()),
             }
         };
-        let (mut record, map) = self.read_in(outgoing, &name, path, &mut progress, accept)?;
+        let (mut record, map) = self.read_in(outgoing, &name, path, progress, accept)?;
         (record.stamp, record.external) = (stamp, external);
         let id = record.id;
         let entered = self.enter_indexed(&mut record, &map);
-        self.indexing.lock().remove(&id);
+        let sketch = self.indexing.lock().remove(&id);
+        if entered.is_ok() {
+            self.note_image(&record, sketch.as_ref());
+        }
         let old = entered.inspect_err(|_| self.tell(id, ImageEvent::Forget))?;
         if let Some(old) = old {
             self.replaced(old.id, id);

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use drover_core::ImageName;
 use drover_image::{Layout, Stamp};
-use drover_index::ImageId;
+use drover_index::{ImageId, Sketch};
 use drover_net::{Code, PeerKey};
 use drover_store::naming::{self, Named};
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
@@ -87,8 +87,13 @@ impl Arrived {
 
 impl Site {
     /// Renames a complete file to its final name and adds it to the catalog. Every step is idempotent. If the catalog
-    /// fails, the previous image gets the name back. Returns `false` when the file no longer exists.
-    pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
+    /// fails, the previous image gets the name back. Returns `false` when the file no longer exists. `sketch` is of all its
+    /// blocks, if they are known.
+    pub(crate) fn settle(
+        &self,
+        arrived: &Arrived,
+        sketch: Option<&Sketch>,
+    ) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
         let target = self.image_path(&offer.name);
         let part = arrived.part();
@@ -119,6 +124,7 @@ impl Site {
         let old = self.enter(&record, named)?;
         drop(changing);
         self.launches.delivered(id, &offer.name, &target);
+        self.note_image(&record, sketch);
         self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {

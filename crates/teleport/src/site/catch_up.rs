@@ -103,6 +103,7 @@ impl Site {
 
     /// Runs one pass. Images whose files no longer match what was delivered are added to `unfit`.
     fn catch_up(&self, unfit: &mut HashSet<ImageId>) -> Result<(), TeleportError> {
+        self.note_images();
         // List first: images delivered later have already been sent to the matcher.
         let mut lacking = self.images.list();
         let have: HashSet<ImageId> = self.matching.images()?.into_iter().collect();
@@ -110,7 +111,7 @@ impl Site {
         let mut forgotten = false;
         for &image in &have {
             // An image that is being indexed is known to the matcher before it is in the catalog.
-            let indexing = self.indexing.lock().contains(&image);
+            let indexing = self.indexing.lock().contains_key(&image);
             if !indexing && !self.images.knows(image) && !self.partials.knows(image) {
                 link.ask(Event::Image(image, ImageEvent::Forget))?;
                 forgotten = true;

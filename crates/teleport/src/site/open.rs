@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use drover_index::ImageId;
-use drover_storage::make_private_dir;
+use drover_storage::{HostDirectory, make_private_dir};
 use drover_store::sequences::Sequences;
-use drover_store::{Catalog, Images};
+use drover_store::{Catalog, Images, KnownFiles};
 use parking_lot::{Mutex, RwLock};
 
 use super::{Callbacks, Site, SiteConfig, Totals, catch_up, flocks, recover, shared};
@@ -70,6 +70,9 @@ impl Site {
         let maps = config.state_dir.join("maps");
         let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
         let sequences = Sequences::open(&config.work_dir, config.sequence_data_bytes)?;
+        let directory = HostDirectory::open(&config.state_dir)
+            .map_err(TeleportError::file("open", &config.state_dir))?;
+        let known = KnownFiles::open(Arc::new(directory))?;
         let matching = match &config.teleporter {
             Some(remote) => Matching::Remote(remote.clone()),
             None => Matching::Local(open_teleporter(
@@ -100,6 +103,8 @@ impl Site {
             catch_up_wakes,
             behind: AtomicBool::new(true),
             indexing: Mutex::default(),
+            known,
+            candidates: Default::default(),
             images_went: AtomicBool::new(true),
             trimmings: Mutex::new(0),
             admitting: Mutex::default(),

@@ -104,6 +104,7 @@ impl Site {
         }
         self.images.remove(name)?;
         drop(changing);
+        self.forget_known(&record.path);
         self.sequences.drop_image(record.id);
         self.tell(record.id, ImageEvent::Forget);
         self.images_went.store(true, Ordering::Relaxed);

@@ -57,7 +57,7 @@ impl Site {
                 "is whole, and waits for its name ({why}); it gets that when the site is started after that, or when it is sent again"
             ));
         }
-        match self.settle(arrived) {
+        match self.settle(arrived, None) {
             Ok(true) => {
                 self.watched(&SendEvent {
                     peer: arrived.opening.peer,

@@ -137,7 +137,7 @@ impl Home {
             Until::Closing | Until::Rename => {}
             Until::Catalog => std::fs::rename(dir.join("image.part"), target).unwrap(),
             Until::Removal => {
-                site.settle(&arrived).unwrap();
+                site.settle(&arrived, None).unwrap();
                 std::fs::create_dir(&dir).unwrap();
                 std::fs::write(dir.join("log"), kept).unwrap();
             }

@@ -134,7 +134,7 @@ impl Site {
             return Ok(());
         }
         match inspect(dir)?.map(Arrived::of) {
-            Some(Ok(arrived)) => self.settle(&arrived).map(drop),
+            Some(Ok(arrived)) => self.settle(&arrived, None).map(drop),
             _ => Ok(()),
         }
     }

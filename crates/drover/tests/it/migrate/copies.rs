@@ -91,7 +91,7 @@ async fn a_copy_of_the_file_that_was_left_is_an_old_copy_elsewhere() {
     qemu_img(&["check", "-q", written]);
     sites
         .world
-        .run("third", &["index", copies.to_str().unwrap()])
+        .run("third", &["index", "--now", copies.to_str().unwrap()])
         .ok();
     assert_eq!(sites.generations("third", "web.qcow2"), known);
     assert_eq!(

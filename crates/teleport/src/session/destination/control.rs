@@ -66,6 +66,8 @@ pub struct Session {
     pub stop: watch::Receiver<bool>,
     /// Of the disk that is offered next, encoded.
     pub generations: Option<Bytes>,
+    /// Of the image that is offered next, encoded.
+    pub likeness: Option<Bytes>,
 }
 
 impl Session {

@@ -599,7 +599,7 @@ fn deliver(
         flock,
         ..
     } = prepared;
-    let noted = matcher.finish();
+    let (noted, sketch) = matcher.finish();
     let mut arrived = Arrived {
         dir: transfer.dir.clone(),
         opening: transfer.opening.clone(),
@@ -614,7 +614,7 @@ fn deliver(
     site.save_map(&mut arrived)?;
     arrived.log(&mut transfer.log)?;
     drop(transfer);
-    site.settle(&arrived)?;
+    site.settle(&arrived, sketch.as_ref())?;
     if !noted {
         site.matcher_is_behind();
     }

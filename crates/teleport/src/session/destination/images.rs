@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use drover_core::ImageName;
 use drover_image::Layout;
 use drover_net::{Code, Frame, PeerKey, Refusal, Share, decode, encode};
-use drover_store::layout_limits;
+use drover_store::{Likeness, layout_limits};
 use tokio::sync::mpsc;
 
 use super::compare::Compared;
@@ -24,6 +24,9 @@ use crate::site::{SendEvent, SendStep};
 
 /// Events queued between the sockets and a driver.
 const EVENT_QUEUE: usize = 256;
+
+/// How long an image waits until similar ones are indexed, before it is accepted.
+const MAX_HOLD: Duration = Duration::from_secs(20);
 
 /// How long an offer waits for the memory of its layout before it is refused.
 const LAYOUT_WAIT: Duration = Duration::from_secs(60);
@@ -66,6 +69,9 @@ impl Session {
                 }
                 kind::GENERATIONS if self.generations.is_none() => {
                     self.generations = Some(frame.payload);
+                }
+                kind::LIKENESS if self.likeness.is_none() => {
+                    self.likeness = Some(frame.payload);
                 }
                 // The source gave up before it received the refusal.
                 kind::GIVE_UP => return Ok(()),
@@ -135,6 +141,7 @@ impl Session {
             tracing::info!(peer = self.shared.peer_name, image = %offer.name, error = %e, "image refused");
             return self.refuse_image(event, &e).await;
         }
+        self.prepare_similar(&offer).await?;
         if offer.dry_run {
             return self
                 .unless_stopped(self.estimate(offer, event, frames))
@@ -165,6 +172,27 @@ impl Session {
         // Its memory counts until the image has ended.
         drop(layout);
         done
+    }
+
+    /// Has those images of the site found by their blocks that are probably similar to the one offered. Those that are not indexed
+    /// yet are, for a while before the image is accepted.
+    async fn prepare_similar(&mut self, offer: &Offer) -> Result<(), TeleportError> {
+        let Some(likeness) = self.likeness.take() else {
+            return Ok(());
+        };
+        let likeness = Likeness::decode(&likeness)
+            .ok_or_else(|| TeleportError::Protocol("a malformed likeness".into()))?;
+        let (site, bytes) = (self.site.clone(), offer.file_bytes);
+        let chosen = tokio::task::spawn_blocking(move || site.prepare_similar(&likeness, bytes));
+        let indexed = chosen.await.map_err(|_| stopped())?;
+        let indexed = async {
+            // It goes on behind the transfer, which then finds what is ready.
+            let _ = tokio::time::timeout(MAX_HOLD, indexed.wait()).await;
+            Ok(())
+        };
+        self.unless_stopped(indexed).await?;
+        self.shared.activity.touch();
+        Ok(())
     }
 
     /// What the site has of the image in an old copy of its disk.

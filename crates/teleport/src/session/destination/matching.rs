@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
 use drover_core::{BLOCK_SIZE_U64, CompactIndex};
-use drover_index::{ImageId, Origin, Plan, PlanRun, Via};
+use drover_index::{BLOCK_SKETCH, ImageId, Origin, Plan, PlanRun, Sketch, Via};
 use tokio::sync::mpsc;
 
 use super::event::DriverEvent;
@@ -33,7 +33,7 @@ enum Job {
 pub struct MatchThread {
     jobs: Option<Sender<Job>>,
     matched: Arc<Matched>,
-    thread: Option<JoinHandle<bool>>,
+    thread: Option<JoinHandle<(bool, Sketch)>>,
 }
 
 impl MatchThread {
@@ -63,6 +63,7 @@ impl MatchThread {
                     site,
                     blocks: 0,
                     looked_up: None,
+                    sketch: Sketch::new(BLOCK_SKETCH),
                     waiting: Default::default(),
                     events,
                     stages,
@@ -94,29 +95,30 @@ impl MatchThread {
         self.submit(Job::Record(batch));
     }
 
-    /// The image is complete: waits for the teleporter to record that; returns `false` if it has not.
+    /// The image is complete: waits for the teleporter to record that, and returns `false` if it has not; and a sketch of all
+    /// blocks.
     #[must_use]
-    pub fn finish(mut self) -> bool {
+    pub fn finish(mut self) -> (bool, Option<Sketch>) {
         self.end(Job::End(ImageEvent::Finish))
     }
 
     /// Aborts the image: nothing of it is kept.
     pub fn abort(mut self) {
-        self.end(Job::End(ImageEvent::Abort));
+        let _ = self.end(Job::End(ImageEvent::Abort));
     }
 
-    fn end(&mut self, how: Job) -> bool {
+    fn end(&mut self, how: Job) -> (bool, Option<Sketch>) {
         self.submit(how);
         self.jobs = None;
-        let thread = self.thread.take();
-        thread.is_some_and(|thread| thread.join().unwrap_or(false))
+        let ended = self.thread.take().and_then(|thread| thread.join().ok());
+        ended.map_or((false, None), |(noted, sketch)| (noted, Some(sketch)))
     }
 }
 
 impl Drop for MatchThread {
     fn drop(&mut self) {
         if self.jobs.is_some() {
-            self.end(Job::Stop);
+            let _ = self.end(Job::Stop);
         }
     }
 }
@@ -149,6 +151,8 @@ struct Matcher {
     waiting: std::collections::VecDeque<Option<Asked>>,
     /// Data blocks submitted so far.
     blocks: u64,
+    /// A sketch of them.
+    sketch: Sketch,
     /// The runs of a plan that was resolved as soon as it was made.
     looked_up: Option<Vec<Run>>,
     events: mpsc::Sender<DriverEvent>,
@@ -159,8 +163,13 @@ struct Matcher {
 }
 
 impl Matcher {
-    /// Returns whether the teleporter has recorded the end of the image.
-    fn run(mut self, queue: &Receiver<Job>) -> bool {
+    /// Returns whether the teleporter has recorded the end of the image, and a sketch of the blocks.
+    fn run(mut self, queue: &Receiver<Job>) -> (bool, Sketch) {
+        let noted = self.work(queue);
+        (noted, self.sketch)
+    }
+
+    fn work(&mut self, queue: &Receiver<Job>) -> bool {
         loop {
             let depth = self.link.as_ref().map_or(1, Link::depth);
             let job = match self.waiting.len() {
@@ -197,6 +206,9 @@ impl Matcher {
     }
 
     fn submit(&mut self, event: Event, batch: Option<(Arc<Batch>, Waiting)>) {
+        if let Event::Match(_, batch) | Event::Record(_, batch) = &event {
+            self.sketch.add_blocks(&batch.digests);
+        }
         let blocks = batch.as_ref().map_or(0, |b| b.0.digests.len() as u64);
         let base = CompactIndex(self.blocks);
         self.blocks += event.blocks();

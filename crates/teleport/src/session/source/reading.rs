@@ -4,7 +4,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use drover_core::Digest;
-use drover_image::{Outgoing, open_for_sending};
+use drover_image::{Outgoing, VirtualDisk, open_for_sending};
+use drover_store::Likeness;
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
@@ -33,6 +34,8 @@ pub struct Begun {
     pub have: Arc<OnceLock<Have>>,
     /// The generations of the disk, encoded.
     pub generations: Option<Arc<[u8]>>,
+    /// What is noted of the image to choose similar ones, encoded; `None` if nothing is known of it.
+    pub likeness: Option<Vec<u8>>,
 }
 
 impl Begun {
@@ -62,14 +65,25 @@ impl Begun {
         let skip = have.clone();
         tokio::task::spawn_blocking(move || walk(&walker, limit, &skip, &batches, &counters));
         Ok(Self {
-            image,
             stamp,
             walk_to,
             walked,
             have,
+            likeness: match &generations {
+                // The destination may have the disk itself.
+                Some(_) => None,
+                None => likeness_of(&image),
+            },
+            image,
             generations,
         })
     }
+}
+
+fn likeness_of(image: &Outgoing) -> Option<Vec<u8>> {
+    let disk = VirtualDisk::peek(Arc::clone(&image.content)).ok()?;
+    let likeness = Likeness::look(&disk);
+    (likeness != Likeness::default()).then(|| likeness.encode())
 }
 
 /// Output of the walk.

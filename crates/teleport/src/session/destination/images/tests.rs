@@ -44,6 +44,7 @@ async fn ends() -> Ends {
             out,
             stop: stopped,
             generations: None,
+            likeness: None,
         },
         frames: Frames {
             control,
