@@ -39,6 +39,36 @@ pub enum CatalogError {
         /// Its schema version.
         found: i64,
     },
+    /// The database server cannot be reached or used.
+    #[error("cannot use the catalog at {server} ({doing}): {why}")]
+    Server {
+        /// What was being done.
+        doing: &'static str,
+        /// The address of the database.
+        server: String,
+        /// The reason.
+        why: String,
+        /// Whether it can help to try again.
+        retry: bool,
+    },
+    /// The content on a database server was not written by drover.
+    #[error("the catalog at {server} was altered ({what}): restore that database from a backup")]
+    Altered {
+        /// The address of the database.
+        server: String,
+        /// What is wrong.
+        what: String,
+    },
+    /// The catalog on a database server was made by a newer version of drover.
+    #[error(
+        "the catalog at {server} was made by a newer drover (schema {found}); upgrade this one"
+    )]
+    NewerServer {
+        /// The address of the database.
+        server: String,
+        /// Its schema version.
+        found: i64,
+    },
     /// A file beside the database cannot be used.
     #[error("cannot {doing} {}: {error}", path.display())]
     File {
@@ -60,6 +90,11 @@ impl CatalogError {
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |error| CatalogError::File { doing, path, error }
+    }
+
+    /// Whether it can help to try again: the database server is not there now.
+    pub fn may_pass(&self) -> bool {
+        matches!(self, CatalogError::Server { retry: true, .. })
     }
 
     /// Whether SQLite reports a full disk.

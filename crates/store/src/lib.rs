@@ -1,7 +1,8 @@
 //! The persistent state of a site: the catalog of its images and peers, the map of each image, the data of the sequence
 //! cache, the leases of images and the changes to them; and a report of the disk space they take (decision `0026`).
 //!
-//! - [`Catalog`]: the interface of the image database; [`SiteCatalog`] implements it on SQLite.
+//! - [`Catalog`]: the interface of the image database; [`SiteCatalog`] implements it on SQLite and, with the feature
+//!   `postgres`, on a PostgreSQL server that several nodes share.
 //! - [`Grant`]: what a peer may do; [`domain`]: the names of domains.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
@@ -48,8 +49,10 @@ pub mod peer_name;
 pub mod profile;
 pub mod replica;
 pub mod sequences;
+mod site_catalog;
 pub mod space;
-mod sqlite;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use blockmap::{BlockMap, DataBits, ENTRY_BLOCKS};
 pub use catalog::{Catalog, ImageRecord, MAX_SHARED};
@@ -60,6 +63,6 @@ pub use imagemap::{ImageMap, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES, layout_limits};
 pub use images::{Images, OpenImage};
 pub use known::{KnownFile, KnownFiles, MAX_KNOWN_FILES};
 pub use likeness::{Likeness, Looked, MAX_LIKENESS_BYTES, MIN_SIMILARITY, look_at_file};
-pub use sqlite::{
-    FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo, ticket_id,
+pub use site_catalog::{
+    CatalogUrl, FormerGrant, PairOutcome, Peer, SiteCatalog, TICKET_LIFETIME, TicketInfo, ticket_id,
 };

@@ -10,7 +10,7 @@ use rusqlite::types::Value;
 use crate::world::{Site, World, own_address, same};
 
 /// The tables of schema 1.
-const TABLES: &str = include_str!("../../../store/src/sqlite/schema/1.sql");
+const TABLES: &str = include_str!("../../../store/src/site_catalog/sqlite/schema/1.sql");
 
 /// Their columns before `sum`.
 const COLUMNS: [(&str, &str); 4] = [

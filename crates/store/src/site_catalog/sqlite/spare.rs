@@ -9,8 +9,8 @@ use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
 use super::check::{DatabaseState, examine};
-use super::seal::Seal;
 use crate::catalog_error::{CatalogError, Result};
+use crate::site_catalog::seal::Seal;
 
 /// Held while the files next to the database are examined or replaced; other processes wait.
 pub struct SpareLock(

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use rusqlite::Connection;
 use rusqlite::types::Value;
 
-use super::rows::{Peer, Row, RowError, TicketRow};
 use crate::catalog::ImageRecord;
 use crate::grant::Grant;
+use crate::site_catalog::rows::{Peer, TicketRow};
+use crate::site_catalog::table::{Row, RowError, Tables};
 
 /// Says what a peer of a catalog without rights may do, or with `None` what its tickets give.
 pub type FormerGrant<'a> = dyn Fn(Option<&Peer>) -> Grant + 'a;
@@ -43,7 +43,7 @@ pub struct Rows {
 }
 
 /// Reads the rows of an intact database of schema 1.
-pub fn rows(c: &Connection, former: &FormerGrant<'_>) -> Result<Rows, RowError> {
+pub fn rows(c: &dyn Tables, former: &FormerGrant<'_>) -> Result<Rows, RowError> {
     let mut rows = Rows {
         peers: all(c)?,
         tickets: all(c)?,
@@ -57,7 +57,7 @@ pub fn rows(c: &Connection, former: &FormerGrant<'_>) -> Result<Rows, RowError> 
     Ok(rows)
 }
 
-fn all<R: Row>(c: &Connection) -> Result<Vec<R>, RowError> {
+fn all<R: Row>(c: &dyn Tables) -> Result<Vec<R>, RowError> {
     let rows = First::<R>::all(c)?;
     Ok(rows.into_iter().map(|First(row)| row).collect())
 }

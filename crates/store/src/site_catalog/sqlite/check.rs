@@ -6,12 +6,13 @@ use std::path::Path;
 
 use rusqlite::{Connection, ErrorCode};
 
-use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
-use super::seal::Seal;
 use super::upgrade::First;
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
+use crate::site_catalog::rows::{Peer, Setting, TicketRow};
+use crate::site_catalog::seal::Seal;
+use crate::site_catalog::table::{Row, RowError};
 
 /// The state of a database file, as found by an integrity check.
 #[derive(Debug, PartialEq, Eq)]
@@ -60,7 +61,9 @@ pub fn examine(path: &Path) -> Result<DatabaseState> {
         }),
         // Any other error that an intact database cannot cause.
         Err(RowError::Sql(error)) => Ok(DatabaseState::Damaged(error.to_string())),
-        Err(RowError::Conflict(what)) => Ok(DatabaseState::Damaged(what)),
+        Err(RowError::Conflict(what) | RowError::Server(what, _)) => {
+            Ok(DatabaseState::Damaged(what))
+        }
     }
 }
 

@@ -7,12 +7,13 @@ use drover_storage::{open_private, sync_parent};
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{DatabaseState, examine};
-use super::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Row, RowError, Setting};
-use super::seal::Seal;
 use super::upgrade::{self, First, FormerGrant};
 use super::{schema, spare};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
+use crate::site_catalog::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Setting};
+use crate::site_catalog::seal::Seal;
+use crate::site_catalog::table::{Row, RowError};
 
 /// Lock that shows that this process has the database open: shared for users, exclusive for replacing the file.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);

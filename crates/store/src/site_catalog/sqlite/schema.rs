@@ -10,10 +10,11 @@ use rusqlite::backup::Backup;
 use rusqlite::limits::Limit;
 use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 
-use super::rows::{Row, RowError, Setting};
-use super::seal::Seal;
 use super::upgrade::{self, FormerGrant};
 use crate::catalog_error::{CatalogError, Result};
+use crate::site_catalog::rows::Setting;
+use crate::site_catalog::seal::Seal;
+use crate::site_catalog::table::{Row, RowError};
 
 /// How long a statement waits for another process's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);

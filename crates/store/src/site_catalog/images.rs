@@ -1,11 +1,12 @@
-//! Images in the SQLite catalog.
+//! Images in the catalog of a site.
 
 use drover_core::ImageName;
 use drover_index::ImageId;
 use rusqlite::types::Value;
 
 use super::SiteCatalog;
-use super::rows::{NEXT_ID, Row, RowError, Setting};
+use super::rows::{NEXT_ID, Setting};
+use super::table::{Row, RowError};
 use crate::catalog::{Catalog, ImageRecord};
 use crate::catalog_error::Result;
 

@@ -1,4 +1,4 @@
-//! Tickets for pairing in the SQLite catalog.
+//! Tickets for pairing in the catalog of a site.
 
 use std::time::Duration;
 
@@ -6,7 +6,8 @@ use drover_net::PeerKey;
 
 use super::SiteCatalog;
 use super::peers::{by_key, free_name, replace};
-use super::rows::{Peer, Row, RowError, TicketRow};
+use super::rows::{Peer, TicketRow};
+use super::table::{Row, RowError};
 use crate::catalog_error::Result;
 use crate::grant::Grant;
 use crate::peer_name;

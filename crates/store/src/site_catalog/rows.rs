@@ -1,16 +1,15 @@
-//! Table rows and their checksums.
+//! The rows of each table.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use drover_core::{Digest, ImageName};
 use drover_image::Stamp;
 use drover_index::ImageId;
 use drover_net::PeerKey;
 use rusqlite::types::Value;
-use rusqlite::{Connection, OptionalExtension};
 
+use super::table::Row;
 use crate::catalog::ImageRecord;
-use crate::catalog_error::CatalogError;
 use crate::domain;
 use crate::grant::Grant;
 
@@ -20,150 +19,14 @@ pub const NEXT_ID: &str = "next image id";
 /// Increment of the counter when it may have been lost.
 pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
 
-/// Errors of a row.
-#[derive(Debug)]
-pub enum RowError {
-    /// An SQLite error.
-    Sql(rusqlite::Error),
-    /// The row is corrupt.
-    Damaged(String),
-    /// The change conflicts with existing rows; a message for the user.
-    Conflict(String),
-}
-
-impl RowError {
-    /// Adds what was being done, and the database.
-    pub fn at(self, doing: &'static str, path: &Path) -> CatalogError {
-        let path = path.to_path_buf();
-        match self {
-            RowError::Damaged(what) => CatalogError::Damaged { path, what },
-            RowError::Sql(error) if means_damage(&error) => CatalogError::Damaged {
-                path,
-                what: error.to_string(),
-            },
-            RowError::Sql(error) => CatalogError::Sql { doing, path, error },
-            RowError::Conflict(message) => CatalogError::Conflict(message),
-        }
-    }
-}
-
-impl From<rusqlite::Error> for RowError {
-    fn from(e: rusqlite::Error) -> Self {
-        RowError::Sql(e)
-    }
-}
-
-/// A row of a table, as column values; the first column is the key.
-pub trait Row: Sized {
-    /// The table's name.
-    const TABLE: &'static str;
-    /// The columns except `sum`.
-    const COLUMNS: &'static [&'static str];
-    /// How many of them schema 1 had: the first.
-    const FIRST: usize = Self::COLUMNS.len();
-
-    /// The values of [`Row::COLUMNS`], in order.
-    fn values(&self) -> Vec<Value>;
-
-    /// Builds a row from these values; `None` if they are invalid.
-    fn of(values: &[Value]) -> Option<Self>;
-
-    /// The values for a row of schema 1 in the columns after [`Row::FIRST`].
-    fn added() -> Vec<Value> {
-        Vec::new()
-    }
-
-    /// The row's checksum.
-    fn sum(&self) -> i64 {
-        checksum(Self::TABLE, &self.values())
-    }
-
-    /// The row whose `column` is `value`.
-    fn find(c: &Connection, column: &str, value: &Value) -> Result<Option<Self>, RowError> {
-        let sql = format!(
-            "SELECT {}, sum FROM {} WHERE {column} = ?1",
-            Self::COLUMNS.join(", "),
-            Self::TABLE
-        );
-        c.prepare_cached(&sql)?
-            .query_row([value], |r| Ok(read::<Self>(r)))
-            .optional()?
-            .transpose()
-    }
-
-    /// The row with this key.
-    fn get(c: &Connection, key: &str) -> Result<Option<Self>, RowError> {
-        Self::find(c, Self::COLUMNS[0], &Value::Text(key.into()))
-    }
-
-    /// All rows, by key. Stops at the first damaged one.
-    fn all(c: &Connection) -> Result<Vec<Self>, RowError> {
-        Self::each(c)?.into_iter().collect()
-    }
-
-    /// All rows that the database yields, by key, each intact or damaged.
-    fn each(c: &Connection) -> Result<Vec<Result<Self, RowError>>, RowError> {
-        let sql = format!(
-            "SELECT {}, sum FROM {} ORDER BY {}",
-            Self::COLUMNS.join(", "),
-            Self::TABLE,
-            Self::COLUMNS[0]
-        );
-        let mut statement = c.prepare_cached(&sql)?;
-        let mut rows = statement.query([])?;
-        let mut out = Vec::new();
-        loop {
-            match rows.next() {
-                Ok(Some(row)) => out.push(read(row)),
-                Ok(None) => return Ok(out),
-                Err(e) => {
-                    out.push(Err(e.into()));
-                    return Ok(out);
-                }
-            }
-        }
-    }
-}
-
-/// Reads a row and verifies its checksum.
-fn read<R: Row>(row: &rusqlite::Row<'_>) -> Result<R, RowError> {
-    let n = R::COLUMNS.len();
-    let values = (0..n)
-        .map(|i| row.get::<_, Value>(i))
-        .collect::<Result<Vec<_>, _>>();
-    let damaged = || RowError::Damaged(format!("a row of {} has a wrong checksum", R::TABLE));
-    let values = values.map_err(|_| damaged())?;
-    let sum: i64 = row.get(n).map_err(|_| damaged())?;
-    if checksum(R::TABLE, &values) != sum {
-        return Err(damaged());
-    }
-    R::of(&values).ok_or_else(damaged)
-}
-
-/// The first eight bytes of the BLAKE3 of the table's name and the values, each with its type and length.
-pub fn checksum(table: &str, values: &[Value]) -> i64 {
-    let mut hasher = blake3::Hasher::new();
-    let mut field = |kind: u8, bytes: &[u8]| {
-        hasher.update(&[kind]);
-        hasher.update(&(bytes.len() as u64).to_le_bytes());
-        hasher.update(bytes);
-    };
-    field(b't', table.as_bytes());
-    for value in values {
-        match value {
-            Value::Null => field(b'0', &[]),
-            Value::Integer(i) => field(b'i', &i.to_le_bytes()),
-            Value::Real(r) => field(b'r', &r.to_le_bytes()),
-            Value::Text(t) => field(b's', t.as_bytes()),
-            Value::Blob(b) => field(b'b', b),
-        }
-    }
-    let hash = hasher.finalize();
-    i64::from_le_bytes(
-        hash.as_bytes()[..8]
-            .try_into()
-            .expect("a hash has 32 bytes"),
-    )
+/// The rows of all tables.
+#[cfg(feature = "postgres")]
+#[derive(Debug, Default)]
+pub struct AllRows {
+    pub settings: Vec<Setting>,
+    pub peers: Vec<Peer>,
+    pub tickets: Vec<TicketRow>,
+    pub images: Vec<ImageRecord>,
 }
 
 /// A named setting.
@@ -473,12 +336,4 @@ fn integer(value: &Value) -> Option<i64> {
         Value::Integer(i) => Some(*i),
         _ => None,
     }
-}
-
-/// Whether this error, met during use, means that the file's content is damaged.
-fn means_damage(e: &rusqlite::Error) -> bool {
-    matches!(
-        e.sqlite_error_code(),
-        Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase)
-    )
 }

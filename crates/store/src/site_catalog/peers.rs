@@ -1,12 +1,12 @@
-//! Peers in the SQLite catalog.
+//! Peers in the catalog of a site.
 
 use drover_net::PeerKey;
-use rusqlite::Transaction;
 use rusqlite::types::Value;
 
 use super::SiteCatalog;
-use super::rows::{Peer, Row, RowError};
+use super::rows::Peer;
 use super::seal::Seal;
+use super::table::{Row, RowError, Tables};
 use crate::catalog_error::Result;
 use crate::grant::Grant;
 use crate::peer_name;
@@ -84,12 +84,12 @@ impl SiteCatalog {
 }
 
 /// The peer with this key.
-pub(super) fn by_key(c: &rusqlite::Connection, key: &PeerKey) -> Result<Option<Peer>, RowError> {
+pub(super) fn by_key(c: &dyn Tables, key: &PeerKey) -> Result<Option<Peer>, RowError> {
     Peer::find(c, "key", &Value::Text(key.to_string()))
 }
 
 /// Inserts a peer, replacing any with the same key.
-pub(super) fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Result<(), RowError> {
+pub(super) fn replace(tx: &dyn Tables, seal: &mut Seal, peer: &Peer) -> Result<(), RowError> {
     if let Some(old) = by_key(tx, &peer.key)? {
         seal.take::<Peer>(tx, &old.name)?;
     }
@@ -98,11 +98,7 @@ pub(super) fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Res
 }
 
 /// `wanted` or a variant of it that no other key has.
-pub(super) fn free_name(
-    tx: &Transaction<'_>,
-    wanted: &str,
-    key: &PeerKey,
-) -> Result<String, RowError> {
+pub(super) fn free_name(tx: &dyn Tables, wanted: &str, key: &PeerKey) -> Result<String, RowError> {
     let peers = Peer::all(tx)?;
     let wanted = peer_name::from_untrusted(wanted);
     Ok(peer_name::unique(&wanted, |n| {

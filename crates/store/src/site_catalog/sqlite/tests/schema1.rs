@@ -4,8 +4,8 @@ use rusqlite::Connection;
 use rusqlite::types::Value;
 
 use super::*;
-use crate::sqlite::check::{DatabaseState, examine};
-use crate::sqlite::rows::checksum;
+use crate::site_catalog::sqlite::check::{DatabaseState, examine};
+use crate::site_catalog::table::checksum;
 
 /// The tables as drover made them.
 const TABLES: &str = include_str!("../schema/1.sql");

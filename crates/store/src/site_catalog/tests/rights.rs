@@ -10,10 +10,8 @@ fn acme() -> Grant {
     }
 }
 
-#[test]
-fn a_ticket_gives_what_it_says_also_to_a_peer_that_is_known() {
-    let tmp = TempDir::new().unwrap();
-    let catalog = open(tmp.path());
+pub fn a_ticket_gives_what_it_says_also_to_a_peer_that_is_known(place: &Place) {
+    let catalog = place.open();
     let (key, other) = (PeerKey([1; 32]), PeerKey([2; 32]));
     let add = |secret, grant: &Grant, name: &str| {
         let added = catalog.add_ticket(&[secret; 16], grant, name, 1000, DAY);
@@ -42,10 +40,8 @@ fn a_ticket_gives_what_it_says_also_to_a_peer_that_is_known() {
     assert_eq!(catalog.peers().unwrap().len(), 2);
 }
 
-#[test]
-fn a_used_ticket_does_not_bring_rights_back() {
-    let tmp = TempDir::new().unwrap();
-    let catalog = open(tmp.path());
+pub fn a_used_ticket_does_not_bring_rights_back(place: &Place) {
+    let catalog = place.open();
     let key = PeerKey([1; 32]);
     let grant = Grant::default();
     catalog
@@ -67,14 +63,12 @@ fn a_used_ticket_does_not_bring_rights_back() {
     assert_eq!(peer.grant, narrow);
     assert_eq!(set("vm").unwrap(), None);
     drop(catalog);
-    let peer = open(tmp.path()).peer("tenant").unwrap().unwrap();
+    let peer = place.open().peer("tenant").unwrap().unwrap();
     assert_eq!(peer.grant, narrow);
 }
 
-#[test]
-fn tickets_are_listed_and_revoked() {
-    let tmp = TempDir::new().unwrap();
-    let catalog = open(tmp.path());
+pub fn tickets_are_listed_and_revoked(place: &Place) {
+    let catalog = place.open();
     let key = PeerKey([1; 32]);
     for n in 0..40 {
         let at = 1000 - i64::from(n);
@@ -120,11 +114,9 @@ fn tickets_are_listed_and_revoked() {
     assert_eq!(catalog.tickets().unwrap().len(), 38);
 }
 
-#[test]
-fn what_cannot_be_read_back_is_not_stored() {
-    let tmp = TempDir::new().unwrap();
-    filled(tmp.path());
-    let catalog = open(tmp.path());
+pub fn what_cannot_be_read_back_is_not_stored(place: &Place) {
+    filled(&place.open());
+    let catalog = place.open();
     let domain = |domain: &str| Grant {
         domain: domain.into(),
         ..Grant::default()

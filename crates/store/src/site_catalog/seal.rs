@@ -1,13 +1,16 @@
 //! The seal of the catalog, and changes that maintain it.
 
 use rusqlite::types::Value;
-use rusqlite::{Connection, Transaction};
 
-use super::rows::{Row, RowError, checksum};
+use super::table::{Row, RowError, SUM, Tables, checksum, columns};
+
+/// The table of the seal, and its columns except `sum`; the first is 1 in its only row.
+pub const TABLE: &str = "seal";
+const COLUMNS: [&str; 5] = ["id", "schema", "revision", "rows", "content"];
 
 /// The row that covers all others: their number and the sum of their checksums.
 ///
-/// It detects a row that vanishes or reappears, even where SQLite finds nothing wrong.
+/// It detects a row that vanishes or reappears, even where the database finds nothing wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
     /// The schema version, as in `user_version`.
@@ -40,18 +43,20 @@ impl Seal {
     }
 
     /// Reads and verifies the seal.
-    pub fn load(c: &Connection) -> Result<Seal, RowError> {
-        let (schema, revision, rows, content, sum) = c
-            .prepare_cached("SELECT schema, revision, rows, content, sum FROM seal WHERE id = 1")?
-            .query_row([], |r| {
-                Ok((
-                    r.get(0)?,
-                    r.get(1)?,
-                    r.get(2)?,
-                    r.get(3)?,
-                    r.get::<_, i64>(4)?,
-                ))
-            })?;
+    pub fn load(c: &dyn Tables) -> Result<Seal, RowError> {
+        let columns = [&COLUMNS[1..], &[SUM]].concat();
+        let found = c.select(TABLE, &columns, Some((COLUMNS[0], &Value::Integer(1))))?;
+        let damaged = |what: &str| RowError::Damaged(what.into());
+        let values = found.into_iter().next();
+        let values = values.ok_or_else(|| damaged("its seal is missing"))??;
+        let mut numbers = [0; 5];
+        for (number, value) in numbers.iter_mut().zip(&values) {
+            let Value::Integer(value) = value else {
+                return Err(damaged("its seal has no numbers"));
+            };
+            *number = *value;
+        }
+        let [schema, revision, rows, content, sum] = numbers;
         let seal = Seal {
             schema,
             revision,
@@ -59,8 +64,8 @@ impl Seal {
             content,
             changed: false,
         };
-        if checksum("seal", &seal.values()) != sum {
-            return Err(RowError::Damaged("its seal has a wrong checksum".into()));
+        if checksum(TABLE, &seal.values()) != sum {
+            return Err(damaged("its seal has a wrong checksum"));
         }
         Ok(seal)
     }
@@ -71,17 +76,12 @@ impl Seal {
     }
 
     /// Increments the revision and writes the seal.
-    pub fn store(&mut self, tx: &Transaction<'_>) -> Result<(), RowError> {
+    pub fn store(&mut self, tx: &dyn Tables) -> Result<(), RowError> {
         self.revision += 1;
-        Ok(self.write(tx)?)
-    }
-
-    fn write(&self, tx: &Transaction<'_>) -> rusqlite::Result<()> {
-        tx.execute(
-            "INSERT OR REPLACE INTO seal (id, schema, revision, rows, content, sum) VALUES (1, ?1, ?2, ?3, ?4, ?5)",
-            (self.schema, self.revision, self.rows, self.content, checksum("seal", &self.values())),
-        )?;
-        Ok(())
+        let mut values = vec![Value::Integer(1)];
+        values.extend(self.values());
+        values.push(Value::Integer(checksum(TABLE, &self.values())));
+        tx.replace(TABLE, &[&COLUMNS[..], &[SUM]].concat(), values)
     }
 
     /// Adds a row.
@@ -92,35 +92,25 @@ impl Seal {
     }
 
     /// Inserts a row, replacing and returning the one with the same key.
-    pub fn put<R: Row>(&mut self, tx: &Transaction<'_>, row: &R) -> Result<Option<R>, RowError> {
-        let values = row.values();
+    pub fn put<R: Row>(&mut self, tx: &dyn Tables, row: &R) -> Result<Option<R>, RowError> {
+        let mut values = row.values();
         let old = match &values[0] {
             Value::Text(key) => self.take::<R>(tx, key)?,
             _ => None,
         };
-        let marks: Vec<String> = (1..=values.len() + 1).map(|i| format!("?{i}")).collect();
-        let sql = format!(
-            "INSERT INTO {} ({}, sum) VALUES ({})",
-            R::TABLE,
-            R::COLUMNS.join(", "),
-            marks.join(", ")
-        );
         let sum = row.sum();
-        let mut all = values;
-        all.push(Value::Integer(sum));
-        tx.prepare_cached(&sql)?
-            .execute(rusqlite::params_from_iter(all))?;
+        values.push(Value::Integer(sum));
+        tx.replace(R::TABLE, &columns::<R>(), values)?;
         self.add(sum);
         Ok(old)
     }
 
     /// Removes and returns the row with this key.
-    pub fn take<R: Row>(&mut self, tx: &Transaction<'_>, key: &str) -> Result<Option<R>, RowError> {
+    pub fn take<R: Row>(&mut self, tx: &dyn Tables, key: &str) -> Result<Option<R>, RowError> {
         let Some(old) = R::get(tx, key)? else {
             return Ok(None);
         };
-        let sql = format!("DELETE FROM {} WHERE {} = ?1", R::TABLE, R::COLUMNS[0]);
-        tx.prepare_cached(&sql)?.execute([key])?;
+        tx.delete(R::TABLE, R::COLUMNS[0], &Value::Text(key.into()))?;
         self.rows -= 1;
         self.content = self.content.wrapping_sub(old.sum());
         self.changed = true;

@@ -1,0 +1,262 @@
+//! The catalog on a server that is down, comes back, or holds what another drover made.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::catalog::Catalog;
+use crate::catalog_error::CatalogError;
+use crate::site_catalog::SiteCatalog;
+use crate::site_catalog::tests::{DAY, filled, image, peer};
+use crate::testing::PostgresServer;
+
+fn connect(url: &str, patience: Duration, waiting: &mut dyn FnMut(&str)) -> Result<SiteCatalog> {
+    let url = url.parse().unwrap();
+    let opened = SiteCatalog::connect(&url, "default", &mut || Ok(None), patience, waiting);
+    opened.map(|(catalog, _)| catalog)
+}
+
+fn open(url: &str) -> SiteCatalog {
+    connect(url, DAY, &mut |why| panic!("{why}")).unwrap()
+}
+
+/// Repeats what fails while the server is away.
+fn again<T>(mut f: impl FnMut() -> Result<T>) -> T {
+    let until = Instant::now() + Duration::from_secs(120);
+    loop {
+        match f() {
+            Ok(out) => return out,
+            Err(e) => assert!(e.may_pass() && Instant::now() < until, "{e}"),
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_server_that_goes_away_and_comes_back_loses_nothing() {
+    let Some(mut server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let catalog = open(&url);
+    let (peers, images) = filled(&catalog);
+    let seen = catalog.version().unwrap();
+    server.stop();
+    for failed in [
+        catalog.images().map(drop),
+        catalog.put(&image("late.img", 9)).map(drop),
+        catalog.version().map(drop),
+    ] {
+        let e = failed.unwrap_err();
+        assert!(e.may_pass(), "{e}");
+        let line = e.to_string();
+        assert!(
+            line.contains(&*format!("{}", url.parse::<CatalogUrl>().unwrap())),
+            "{line}"
+        );
+        assert!(!line.contains('\n'), "{line}");
+    }
+    // What is not there at the start is waited for, but not for ever.
+    let mut said = Vec::new();
+    let short = Duration::from_millis(1500);
+    let Err(e) = connect(&url, short, &mut |why| said.push(why.to_owned())) else {
+        panic!("there is no server")
+    };
+    assert!(e.may_pass(), "{e}");
+    assert!(
+        said.len() == 1 && said[0].starts_with("waiting for the catalog at postgres://"),
+        "{said:?}"
+    );
+    thread::scope(|s| {
+        let opened = s.spawn(|| connect(&url, DAY, &mut |_| ()).unwrap().images().unwrap());
+        thread::sleep(Duration::from_millis(300));
+        server.resume();
+        assert_eq!(opened.join().unwrap(), images);
+    });
+    assert_eq!(again(|| catalog.images()), images);
+    assert_eq!(again(|| catalog.version()), seen);
+    assert_eq!(catalog.peers().unwrap(), peers);
+    // A connection that was lost while nobody used it is no failure.
+    server.stop();
+    server.resume();
+    catalog.put_peer(&peer("paris", 7)).unwrap();
+    server.stop();
+    server.resume();
+    assert_eq!(catalog.peers().unwrap().len(), 3);
+}
+
+#[test]
+fn changes_under_a_server_that_is_killed_are_there_or_not_and_never_in_part() {
+    let Some(mut server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let first = open(&url);
+    let made = thread::scope(|s| {
+        let workers: Vec<_> = (0..3)
+            .map(|w| {
+                let url = &url;
+                s.spawn(move || {
+                    let catalog = open(url);
+                    let mut made = Vec::new();
+                    for i in 0..20 {
+                        let id = again(|| catalog.new_image_id());
+                        let image = image(&format!("w{w}-{i}"), id.0);
+                        // Whether it was done or not when the server went: the same again.
+                        again(|| catalog.put(&image));
+                        made.push(image);
+                    }
+                    made
+                })
+            })
+            .collect();
+        for _ in 0..3 {
+            thread::sleep(Duration::from_millis(150));
+            server.stop();
+            server.resume();
+        }
+        let made = workers.into_iter().map(|w| w.join().unwrap());
+        let mut made: Vec<_> = made.flatten().collect();
+        made.sort_by(|a, b| a.name.cmp(&b.name));
+        made
+    });
+    // Each read checks the sums of the rows, each change those of all.
+    assert_eq!(again(|| first.images()), made);
+    let open = Open::new(
+        Server::new(&url.parse().unwrap(), "default")
+            .unwrap()
+            .connect()
+            .unwrap(),
+    );
+    let (seal, mut counted) = (Seal::load(&open).unwrap(), Seal::blank());
+    use crate::site_catalog::rows::Setting;
+    use crate::site_catalog::table::Row;
+    made.iter().for_each(|i| counted.add(i.sum()));
+    let settings = Setting::all(&open).unwrap();
+    settings.iter().for_each(|s| counted.add(s.sum()));
+    assert_eq!((seal.rows, seal.content), (counted.rows, counted.content));
+}
+
+#[test]
+fn what_another_made_is_refused_and_left_alone() {
+    let Some(server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let catalog = open(&url);
+    filled(&catalog);
+    let schema = r#"SET search_path = "drover/default";"#;
+    let refused = |what: &str| {
+        let Err(e) = connect(&url, DAY, &mut |_| ()) else {
+            panic!("opened it")
+        };
+        let e = e.to_string();
+        assert!(e.contains(what) && e.contains("postgres://drover@"), "{e}");
+    };
+    server.sql(&url, &format!("{schema} UPDATE peers SET rights = 'admin'"));
+    let e = catalog.peer("lyon").unwrap_err();
+    assert!(matches!(e, CatalogError::Altered { .. }), "{e}");
+    assert!(e.to_string().contains("from a backup"), "{e}");
+    // As a newer drover leaves it.
+    let raised = catalog.change("a test", |tx, seal| {
+        seal.schema = 99;
+        seal.put(
+            tx,
+            &crate::site_catalog::rows::Setting {
+                key: "x".into(),
+                value: "y".into(),
+            },
+        )
+    });
+    raised.unwrap();
+    refused("made by a newer drover (schema 99)");
+    let e = catalog.new_image_id().unwrap_err().to_string();
+    assert!(e.contains("made by a newer drover (schema 99)"), "{e}");
+    let rows = server.sql(&url, &format!("{schema} SELECT count(*) FROM images"));
+    assert!(rows.ends_with('5'), "{rows}");
+    server.sql(&url, &format!("{schema} UPDATE seal SET revision = 7"));
+    refused("was altered");
+}
+
+#[test]
+fn a_new_catalog_is_filled_once_from_that_of_the_home() {
+    let Some(server) = PostgresServer::start() else {
+        return;
+    };
+    let url: CatalogUrl = server.new_database().parse().unwrap();
+    let home = tempfile::tempdir().unwrap();
+    let (peers, images) = filled(&SiteCatalog::open(home.path()).unwrap().0);
+    let connect = |domain: &str, home: Option<&std::path::Path>| {
+        let mut former = || {
+            home.map(|dir| SiteCatalog::open(dir).map(|(c, _)| c))
+                .transpose()
+        };
+        SiteCatalog::connect(&url, domain, &mut former, DAY, &mut |_| ()).unwrap()
+    };
+    let (catalog, is_filled) = connect("default", Some(home.path()));
+    assert!(is_filled);
+    assert_eq!(
+        (catalog.peers().unwrap(), catalog.images().unwrap()),
+        (peers, images.clone())
+    );
+    assert_eq!(catalog.new_image_id().unwrap().0, 6);
+    catalog.remove(&images[0].name).unwrap().unwrap();
+    let (catalog, is_filled) = connect("default", Some(home.path()));
+    assert!(!is_filled && catalog.images().unwrap().len() == 4);
+    let (other, is_filled) = connect("acme", None);
+    assert!(!is_filled && other.images().unwrap().is_empty());
+    // Two domains never see each other.
+    other.put(&images[0]).unwrap();
+    assert_eq!(catalog.by_name(&images[0].name).unwrap(), None);
+}
+
+#[test]
+fn an_address_that_asks_for_tls_or_crosses_a_network_unasked_is_refused() {
+    let server = |url: &str| Server::new(&url.parse().unwrap(), "default").map(drop);
+    for good in [
+        "postgres://u@/x?host=/run/postgresql",
+        "postgres://u@localhost/x",
+        "postgres://u@127.0.0.1:5433/x",
+        "postgres://u@db.example.net/x?sslmode=disable",
+    ] {
+        server(good).unwrap();
+    }
+    for bad in [
+        "postgres://u@db.example.net/x",
+        "postgres://u@10.0.0.1/x?sslmode=prefer",
+        "postgres://u@localhost/x?sslmode=require",
+        "postgres://u@localhost/x?hostaddr=10.0.0.1",
+        "postgres://u@/x",
+        "postgres://u@db/x?nonsense=1",
+        "postgres://u@db:port/x",
+    ] {
+        let e = server(bad).unwrap_err().to_string();
+        assert!(e.contains("postgres://u@") && !e.contains('\n'), "{e}");
+    }
+    let url = "postgres://u@localhost/x".parse().unwrap();
+    assert!(Server::new(&url, &"x".repeat(51)).is_err());
+}
+
+#[test]
+fn one_running_site_has_a_catalog_and_another_gets_it_when_that_is_gone() {
+    let Some(mut server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let (one, two) = (open(&url), open(&url));
+    assert!(one.claim().unwrap() && !two.claim().unwrap() && one.claim().unwrap());
+    let elsewhere = open(&server.new_database());
+    assert!(elsewhere.claim().unwrap(), "a catalog of its own");
+    drop(one);
+    let until = Instant::now() + Duration::from_secs(120);
+    while !two.claim().unwrap() {
+        assert!(Instant::now() < until, "it is still claimed");
+        thread::sleep(Duration::from_millis(20));
+    }
+    // A server that was away knows of no claims.
+    server.stop();
+    assert!(two.claim().unwrap_err().may_pass());
+    server.resume();
+    assert!(again(|| two.claim()));
+    assert!(!open(&url).claim().unwrap());
+}
