@@ -227,7 +227,9 @@ impl Error {
 /// The refusal to send to a caller for a failure of any type.
 pub(crate) fn failed(e: impl Into<Error>) -> Refusal {
     let e = e.into();
-    let code = e.code().filter(|code| !code.is_decision());
+    let away = e.cause().is_some_and(CatalogError::may_pass);
+    let away = away.then_some(Code::Unavailable);
+    let code = away.or(e.code()).filter(|code| !code.is_decision());
     Refusal::new(code.unwrap_or(Code::Failed), one_line(&e))
 }
 

@@ -1,11 +1,12 @@
 //! A site's home directory, which holds all of its state: identity, catalog, images and caches.
 //!
 //! ```text
-//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve   audit.log   serve.ticket
+//! identity.key   config.toml   catalog.db   catalog.bak   catalog.url   site.sock   lock   reserve   audit.log   serve.ticket
 //! images/        work/         index/        mounted/     mounts/      machines/   qemu/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
 
+mod catalog;
 mod checks;
 mod config;
 pub mod qemu;
@@ -20,10 +21,10 @@ use std::time::Duration;
 
 use drover_net::{DEFAULT_DOMAIN, Identity};
 use drover_storage::{make_private_dir, open_private};
-use drover_store::domain;
 use drover_store::machine::Machines;
 use drover_store::replica::{Records, Replica, Sent};
 use drover_store::space::Places;
+use drover_store::{CatalogUrl, domain};
 
 use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
@@ -85,7 +86,10 @@ impl Home {
     pub fn create(dir: PathBuf) -> Result<Home> {
         make_dir(&dir)?;
         checks::private(&dir)?;
-        let config = Config::load(&dir.join("config.toml"))?;
+        let mut config = Config::load(&dir.join("config.toml"))?;
+        if config.catalog.is_none() {
+            config.catalog = catalog::remembered(&dir)?;
+        }
         let home = Home {
             audit: Audit::new(&dir),
             dir,
@@ -156,6 +160,39 @@ impl Home {
             );
         }
         Home::create(dir)
+    }
+
+    /// Uses the catalog at this address.
+    ///
+    /// # Errors
+    /// When `config.toml` names another one.
+    pub fn use_catalog(&mut self, url: CatalogUrl) -> Result<()> {
+        let known = self.config.catalog.as_ref();
+        if let Some(other) = known.filter(|known| **known != url)
+            && !catalog::is_remembered(&self.dir)
+        {
+            return Err(Error::usage(format!(
+                "config.toml says that the catalog of {} is at {other}: change it there",
+                self.dir.display()
+            )));
+        }
+        self.config.catalog = Some(url);
+        Ok(())
+    }
+
+    /// Lets other processes of this home use the same catalog from now on.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn remember_catalog(&self) -> Result<()> {
+        let known = match Config::load(&self.dir.join("config.toml"))?.catalog {
+            None => catalog::remembered(&self.dir)?,
+            known => known,
+        };
+        match &self.config.catalog {
+            Some(url) if known.as_ref() != Some(url) => catalog::remember(&self.dir, url),
+            _ => Ok(()),
+        }
     }
 
     /// The directory itself (absolute).

@@ -1,6 +1,7 @@
 //! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
 //! - `admission`: connection limits; `audited`: requests that the audit log tells of.
+//! - `claim`: one running site with a catalog on a database server.
 //! - `conversation`: handles one connection, from handshake to close; `strangers`: log lines about unknown keys.
 //! - `server`: state shared by all connections; `services`: the table of services, which are `changes`,
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
@@ -20,6 +21,7 @@
 mod admission;
 mod audited;
 mod changes;
+mod claim;
 mod conversation;
 mod domains;
 mod enforce;
@@ -120,6 +122,8 @@ pub struct Ready {
 pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Result<()> {
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
+    claim::check(&home, &catalog)?;
+    home.remember_catalog()?;
     let supplies = site::supplies(&home);
     let absences = Arc::new(Absences::default());
     let domain = Domain::open(
@@ -152,7 +156,7 @@ pub async fn teleporter(home: Home, args: Listen, ready: impl FnOnce(&Ready)) ->
 
 fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
     // A site must be able to start on a full disk, to take cleanup requests.
-    let catalog = CleanUp::of(home).run(|| site::open_catalog(home))?;
+    let catalog = CleanUp::of(home).run(|| site::open_catalog_to_serve(home))?;
     for misnamed in crate::pairing::misnamed(&catalog)? {
         tracing::warn!("{misnamed}");
     }
@@ -211,6 +215,7 @@ async fn run(
     tokio::spawn(close_idle(Arc::clone(&server)));
     tokio::spawn(expiry::expire_transfers(Arc::clone(&server)));
     tokio::spawn(enforce::enforce(Arc::clone(&server)));
+    let taken = claim::taken(Arc::clone(&server));
     for name in server.home.domains()? {
         let home = server.home.domain(&name);
         // Whatever else is wrong with it, its peers reach it over the network.
@@ -230,7 +235,12 @@ async fn run(
         let moves = Arc::clone(moves);
         tokio::spawn(async move { moves.restart().await });
     }
-    let talks = accept(&server, &services, &listener, &local, owners).await?;
+    let accepted = accept(&server, &services, &listener, &local, owners);
+    let talks = tokio::select! {
+        talks = accepted => talks?,
+        // At once, as if it were killed: what is under way can be resumed.
+        e = taken => return Err(e),
+    };
     drop((listener, local, services));
     finish(&server, talks, recovery, moves).await
 }

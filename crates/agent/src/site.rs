@@ -2,11 +2,12 @@
 //! a site is opened belongs here, too.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_net::service::Request;
 use drover_net::{Identity, Right, Rights};
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
-use drover_store::{Catalog, Grant, Peer, SiteCatalog};
+use drover_store::{Catalog, CatalogError, CatalogUrl, Grant, Peer, SiteCatalog};
 use drover_teleport::services::OpenSession;
 use drover_teleport::{
     Callbacks, Holder, RemoteTeleporter, RightsOf, SendEvent, SendStep, Site, SiteConfig, Supplies,
@@ -24,15 +25,72 @@ const RESERVE_BYTES: u64 = 256 << 20;
 /// Default limit on concurrent sessions.
 const MAX_SESSIONS: usize = 16;
 
+/// How long a site that starts waits for the server of its catalog, and how long others do.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The setting with the key of the site: nodes that share a catalog have the same.
+const SITE_KEY: &str = "site key";
+
 /// Opens the catalog of a home, and reports repairs.
 ///
 /// # Errors
 /// When it cannot be used.
 pub fn open_catalog(home: &Home) -> Result<SiteCatalog> {
+    open_within(home, PATIENCE, &mut |_| ())
+}
+
+/// The same for a site that starts: it may have to wait longer for the server, and says so.
+///
+/// # Errors
+/// As [`open_catalog`].
+pub fn open_catalog_to_serve(home: &Home) -> Result<SiteCatalog> {
+    open_within(home, START_PATIENCE, &mut |why| {
+        crate::notice::notice(&clean(why));
+    })
+}
+
+fn open_within(
+    home: &Home,
+    patience: Duration,
+    waiting: &mut dyn FnMut(&str),
+) -> Result<SiteCatalog> {
     let former = |peer: Option<&Peer>| former_grant(home, peer);
-    let (catalog, repairs) = SiteCatalog::open_with(home.dir(), &former)?;
-    tell(&repairs);
+    let in_home = || -> Result<SiteCatalog, CatalogError> {
+        let (catalog, repairs) = SiteCatalog::open_with(home.dir(), &former)?;
+        tell(&repairs);
+        Ok(catalog)
+    };
+    let Some(url) = &home.config.catalog else {
+        return Ok(in_home()?);
+    };
+    let file = home.dir().join("catalog.db");
+    let mut former = || file.exists().then(in_home).transpose();
+    let domain = home.domain_name();
+    let (catalog, filled) = SiteCatalog::connect(url, domain, &mut former, patience, waiting)?;
+    if filled {
+        crate::notice::notice(&format!(
+            "the new catalog at {url} has what was in {}, which is no longer used",
+            file.display()
+        ));
+    }
+    if domain == drover_net::DEFAULT_DOMAIN {
+        check_site(home, &catalog, url)?;
+    }
     Ok(catalog)
+}
+
+/// Fails if a catalog is that of another site: its peers know another key.
+fn check_site(home: &Home, catalog: &SiteCatalog, url: &CatalogUrl) -> Result<()> {
+    let own = home.identity()?.key().to_string();
+    match catalog.setting(SITE_KEY)? {
+        None => Ok(catalog.set_setting(SITE_KEY, &own)?),
+        Some(key) if key == own => Ok(()),
+        Some(key) => Err(Error::refused(format!(
+            "the catalog at {url} is that of the site with the key {key}, and the key of {} is {own}: copy identity.key from a node of that site, or choose another database",
+            home.dir().display()
+        ))),
+    }
 }
 
 /// What a peer of a catalog without rights may do from now on, or, without a peer, one that redeems a ticket of it: what
@@ -66,7 +124,7 @@ fn former_grant(home: &Home, peer: Option<&Peer>) -> Grant {
 /// When it cannot be read.
 pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
     match open_catalog(home) {
-        Err(e) if home.is_full() => {
+        Err(e) if home.config.catalog.is_none() && home.is_full() => {
             let former = |peer: Option<&Peer>| former_grant(home, peer);
             match SiteCatalog::open_on_full_disk(home.dir(), &former) {
                 Ok(Some(catalog)) => Ok(catalog),
@@ -83,6 +141,9 @@ pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
 /// # Errors
 /// When it cannot be read.
 pub(crate) fn glance_at_catalog(home: &Home) -> Result<SiteCatalog> {
+    if home.config.catalog.is_some() {
+        return open_catalog(home);
+    }
     let former = |peer: Option<&Peer>| former_grant(home, peer);
     match SiteCatalog::open_on_full_disk(home.dir(), &former) {
         Ok(Some(catalog)) => Ok(catalog),

@@ -32,7 +32,7 @@ pub struct Status {
     pub uptime_seconds: i64,
     /// Images of all domains.
     pub images: usize,
-    /// Peers in the catalog.
+    /// Peers in the catalog; 0 while it cannot be read, which the domains tell of.
     pub peers: usize,
     /// Open connections.
     pub connections_open: i64,

@@ -9,7 +9,7 @@ use clap_complete::Shell;
 use drover_agent::images::new_name;
 use drover_agent::{addresses, text};
 use drover_core::ImageName;
-use drover_store::peer_name;
+use drover_store::{CatalogUrl, peer_name};
 
 mod audit;
 mod changes;
@@ -208,8 +208,12 @@ pub struct ListenArgs {
 Examples:
   drover serve
   drover serve --listen 0.0.0.0:7377 --advertise lyon.example.net
-  drover serve --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:9377")]
+  drover serve --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:9377
+  drover serve --catalog 'postgres://drover@/drover?host=/run/postgresql'")]
 pub struct ServeArgs {
+    /// PostgreSQL database for the catalog, in the place of a file in the site directory; remembered for the other commands and later starts [default: config.toml]
+    #[arg(long, value_name = "URL")]
+    pub catalog: Option<CatalogUrl>,
     #[command(flatten)]
     pub listen: ListenArgs,
 }

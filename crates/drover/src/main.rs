@@ -121,7 +121,7 @@ fn run(cli: Cli) -> Result<()> {
     };
     match cli.command {
         Command::Init(args) => setup::init(dir()?, args),
-        Command::Serve(args) => wait(serve::serve(create()?, args.listen)),
+        Command::Serve(args) => wait(serve::serve(create()?, args)),
         Command::Teleporter(args) => wait(serve::teleporter(create()?, args.listen)),
         Command::Ticket(args) if args.list => tickets::list(&existing()?, args.json),
         Command::Ticket(TicketArgs {

@@ -6,15 +6,18 @@ use drover_agent::pairing::ShownTicket;
 use drover_agent::serve::{self, Listen, Ready};
 use drover_agent::text::moment;
 
-use crate::cli::ListenArgs;
+use crate::cli::{ListenArgs, ServeArgs};
 use crate::out;
 
 /// Runs a site until SIGTERM or Ctrl-C.
 ///
 /// # Errors
 /// When it cannot start.
-pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
-    serve::serve(home, listen(args), announce).await
+pub async fn serve(mut home: Home, args: ServeArgs) -> Result<()> {
+    if let Some(url) = args.catalog {
+        home.use_catalog(url)?;
+    }
+    serve::serve(home, listen(args.listen), announce).await
 }
 
 /// Runs a teleporter until SIGTERM or Ctrl-C.

@@ -165,6 +165,17 @@ impl TeleportError {
         }
     }
 
+    /// Whether this site cannot look something up now, as a rule since the server of its catalog is away: a source that is cut
+    /// off tries again by itself.
+    #[must_use]
+    pub fn is_for_now(&self) -> bool {
+        match self {
+            TeleportError::Store(StoreError::Catalog(e)) => e.may_pass(),
+            TeleportError::Refused(refusal) => refusal.code == Code::Unavailable,
+            _ => false,
+        }
+    }
+
     /// Whether a disk of this machine was full.
     #[must_use]
     pub fn is_full(&self) -> bool {

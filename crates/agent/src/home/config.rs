@@ -11,6 +11,7 @@ use drover_hypervisor::Place;
 use drover_hypervisor::libvirt::Uri;
 use drover_hypervisor::spec::{Accelerator, Card};
 use drover_net::DEFAULT_DOMAIN;
+use drover_store::CatalogUrl;
 use serde::{Deserialize, Deserializer};
 
 use super::qemu::Files;
@@ -43,6 +44,9 @@ pub struct Config {
     pub advertise: Vec<String>,
     /// Directory for delivered images; relative to the home.
     pub images: Option<PathBuf>,
+    /// The PostgreSQL database that has the catalog, in the place of a file in the home.
+    #[serde(default, deserialize_with = "catalog")]
+    pub catalog: Option<CatalogUrl>,
     /// Upper bound on the bytes per second that `send` puts on the wire, as in `"20M"`.
     #[serde(default, deserialize_with = "rate")]
     pub limit: Option<u64>,
@@ -287,6 +291,10 @@ fn parsed<'de, T, D: Deserializer<'de>>(
 ) -> Result<Option<T>, D::Error> {
     let text = String::deserialize(d)?;
     parse(&text).map(Some).map_err(serde::de::Error::custom)
+}
+
+fn catalog<'de, D: Deserializer<'de>>(d: D) -> Result<Option<CatalogUrl>, D::Error> {
+    parsed(d, |text| text.parse())
 }
 
 fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_net::service::{IncomingCall, Peer, Services};
+use drover_net::service::{IncomingCall, Peer, Request, Services};
 use drover_net::{
     Code, Connection, NetError, PeerKey, Pending, Refusal, Right, Rights, Role, Slot, greet,
 };
+use drover_teleport::services::OpenSession;
 use tracing::Instrument;
 
 use super::audited::write;
@@ -72,7 +73,14 @@ async fn talk(
     slot: Slot,
     is_known: &mut bool,
 ) -> Result<()> {
-    let found = slot.hold("its admission", known(server, key)).await??;
+    let found = match slot.hold("its admission", known(server, key)).await? {
+        Ok(found) => found,
+        Err(e) => {
+            let call = slot.hold("its request", hear(server, connection)).await??;
+            slot.hold("its reply", not_now(server, call)).await??;
+            return Err(e);
+        }
+    };
     *is_known = found.is_some();
     let place = is_known.then(|| server.places.try_take(key, 1)).flatten();
     if place.is_some() {
@@ -160,6 +168,19 @@ async fn refused(
     let record = Record::refused(&call.service, refusal, right).by(peer);
     let record = record.from(call.reader.peer_text());
     write(server.home.audit(), record, Audit::write_limited).await;
+}
+
+/// Answers a call of somebody who cannot be looked up now.
+async fn not_now(server: &Server, call: IncomingCall) -> Result<()> {
+    // A source that is cut off connects again by itself; one that is refused does not.
+    if call.service == OpenSession::SERVICE {
+        return Ok(());
+    }
+    let text = format!(
+        "the catalog of {} cannot be read now; try again later",
+        server.name
+    );
+    Ok(call.refuse(&Refusal::new(Code::Unavailable, text)).await?)
 }
 
 /// The peer with this key, as the catalog has it now.

@@ -7,7 +7,7 @@ use drover_store::{Catalog, Peer, SiteCatalog};
 
 use super::domains::Domain;
 use super::server::{Duty, Server};
-use crate::error::{Result, one_line};
+use crate::error::{Error, Result, one_line};
 use crate::home::Home;
 use crate::mounts::{Held, leases_of, leases_on_disk};
 use crate::quota::taken;
@@ -19,21 +19,30 @@ impl Server {
     /// The status of each domain, the default one first; none for a teleporter. Blocks on the disk.
     ///
     /// # Errors
-    /// When the domains cannot be listed, or the catalog cannot be read.
+    /// When the domains cannot be listed, or the catalog cannot be read and that will not pass.
     pub fn look_at_domains(&self) -> Result<Vec<DomainStatus>> {
-        let peers = self.catalog.peers()?;
+        // What needs no catalog is shown also while its server is away.
+        let (peers, away) = match self.catalog.peers() {
+            Ok(peers) => (peers, None),
+            Err(e) if e.may_pass() => (Vec::new(), Some(e.to_string())),
+            Err(e) => return Err(e.into()),
+        };
         let look = |home: &Home| {
             let name = home.domain_name();
             let peers = peers.iter().filter(|peer| peer.grant.domain == name);
-            let looked = match self.open_domain(name) {
-                Some(domain) => look(home, &domain.catalog, Some(&domain), peers),
-                None => site::glance_at_catalog(home)
+            let open = self.open_domain(name);
+            let looked = match (&away, &open) {
+                (Some(why), _) => Err(Error::msg(why)),
+                (None, Some(domain)) => look(home, &domain.catalog, Some(domain), peers),
+                (None, None) => site::glance_at_catalog(home)
                     .and_then(|catalog| look(home, &catalog, None, peers)),
             };
             // One that cannot be read does not hide the others.
             looked.unwrap_or_else(|e| DomainStatus {
                 name: name.to_owned(),
                 problem: Some(one_line(&e)),
+                site: open.as_ref().map(|domain| domain.site.status()),
+                served: open.as_ref().map(|domain| domain.devices.counted()),
                 ..DomainStatus::default()
             })
         };

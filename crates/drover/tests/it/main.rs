@@ -6,6 +6,7 @@ mod basics;
 mod candidates;
 mod changes;
 mod damage;
+mod database;
 mod flock;
 mod full;
 mod hostile;

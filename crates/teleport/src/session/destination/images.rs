@@ -59,9 +59,10 @@ impl Session {
                     let ended = self.image_told(offer, frames).await;
                     if let Err(e) = ended {
                         tracing::warn!(peer = self.shared.peer_name, image = %name, error = %e, "image failed");
-                        // No refusal after a stop or a network error: the source should reconnect, and notices by
-                        // itself.
-                        if !matches!(e, TeleportError::Stopped | TeleportError::Net(_)) {
+                        // No refusal after a stop or a network error, or while the catalog is away: the source should
+                        // reconnect, and notices by itself.
+                        let stopped = matches!(e, TeleportError::Stopped | TeleportError::Net(_));
+                        if !stopped && !e.is_for_now() {
                             self.refuse(&e).await?;
                         }
                         return Err(e);
@@ -244,6 +245,7 @@ impl Session {
         let mut prepared = match prepared.await.map_err(|_| stopped())? {
             Ok(prepared) => prepared,
             Err(TeleportError::Stopped) => return Err(TeleportError::Stopped),
+            Err(e) if e.is_for_now() => return Err(e),
             Err(e) => {
                 tracing::info!(peer = self.shared.peer_name, image = %name, error = %e, "image refused");
                 return self.refuse_image(event, &e).await;
