@@ -12,10 +12,9 @@ use drover_core::ImageName;
 use drover_image::named_files;
 use drover_net::{Code, DEFAULT_DOMAIN};
 use drover_store::{Catalog, ImageRecord, KnownFile, KnownFiles, SiteCatalog};
-use drover_teleport::Taken;
 use drover_teleport::services::{
     GuestInfo, ImageInfo, IndexImage, KnowFiles, ListImages, Progress, Removal, RemoveImage,
-    ShareImage, Verified, VerifyImage,
+    ShareImage, Taken, Verified, VerifyImage,
 };
 
 use crate::audit::{Audited, Event, Outcome, Record};

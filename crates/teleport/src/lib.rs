@@ -133,9 +133,9 @@ pub use session::{
     SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,
 };
 pub use site::{
-    Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, MAX_SKIPPED, OldCopies,
-    OldCopy, Origin, Quota, RightsOf, SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies,
-    Taken, TransferStatus, Watcher,
+    Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, OldCopies, OldCopy, Origin,
+    Quota, RightsOf, SendEvent, SendStep, Site, SiteConfig, SiteStatus, Supplies, TransferStatus,
+    Watcher,
 };
 pub use stages::StageTime;
 pub use teleporter::Teleporter;

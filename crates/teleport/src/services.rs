@@ -7,7 +7,6 @@ use drover_store::Likeness;
 use serde::{Deserialize, Serialize};
 
 use crate::flock::FlockInfo;
-use crate::site::Taken;
 use crate::transfers::Unfinished;
 
 /// Opens a session to send images.
@@ -124,6 +123,26 @@ pub struct KnowFiles {
     pub directory: String,
 }
 request!(KnowFiles: "image.know", Manage, Progress => Taken);
+
+/// Upper bound on the files whose reasons are told that were not taken.
+pub const MAX_SKIPPED: usize = 100;
+
+/// What became of the files of a directory.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Taken {
+    /// Files that were looked at and are known now.
+    pub looked: u64,
+    /// Files that were known and have not changed.
+    pub unchanged: u64,
+    /// Files that are indexed already.
+    pub indexed: u64,
+    /// Files that were not taken.
+    pub skipped: u64,
+    /// Some of those, with the reasons, at most [`MAX_SKIPPED`].
+    pub reasons: Vec<(String, String)>,
+    /// Bytes that were read of all files.
+    pub read_bytes: u64,
+}
 
 /// Removes an image; a peer may remove those that belong to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

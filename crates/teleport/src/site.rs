@@ -10,6 +10,7 @@ mod known;
 mod launching;
 mod old_copies;
 mod open;
+mod queue;
 mod records;
 mod recover;
 mod shared;
@@ -47,7 +48,6 @@ use crate::teleporter::{Event, ImageEvent};
 pub use adopt::Origin;
 pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
-pub use known::{MAX_SKIPPED, Taken};
 pub use old_copies::{OldCopies, OldCopy};
 pub use status::{SiteStatus, TransferStatus};
 pub use supplies::{MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, Supplies};
@@ -126,7 +126,7 @@ pub struct Site {
     indexing: Mutex<HashMap<ImageId, Sketch>>,
     /// What is noted of image files to choose similar ones.
     known: KnownFiles,
-    candidates: candidates::Queue,
+    candidates: queue::Queue,
     /// Whether an image was removed since sequence data was last trimmed.
     images_went: AtomicBool,
     /// Number of trims begun so far; locked during each step of a trim.

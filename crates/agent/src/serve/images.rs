@@ -9,10 +9,9 @@ use drover_mount::server::WhyBroken;
 use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::{Catalog, ImageRecord};
-use drover_teleport::Taken;
 use drover_teleport::services::{
-    ImageInfo, IndexImage, KnowFiles, ListImages, Removal, RemoveImage, ShareImage, Verified,
-    VerifyImage,
+    ImageInfo, IndexImage, KnowFiles, ListImages, Removal, RemoveImage, ShareImage, Taken,
+    Verified, VerifyImage,
 };
 
 use super::jobs;

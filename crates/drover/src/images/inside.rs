@@ -13,8 +13,7 @@ use drover_core::ImageName;
 use drover_image::VirtualDisk;
 use drover_image::guest::look;
 use drover_store::{Catalog, ImageRecord, KnownFile, MIN_SIMILARITY};
-use drover_teleport::Taken;
-use drover_teleport::services::GuestInfo;
+use drover_teleport::services::{GuestInfo, Taken};
 use serde_json::json;
 
 use crate::bar::Bar;

@@ -1,7 +1,7 @@
 //! Chooses the images of a site that are probably similar to one that is offered, by what is noted of each: those that are indexed are
 //! found by their blocks again, whatever came since; some that are not indexed are indexed, on a thread of their own.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use std::sync::atomic::Ordering;
 use drover_image::Stamp;
 use drover_index::ImageId;
 use drover_store::{KnownFile, Likeness, MIN_SIMILARITY, look_at_file};
-use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::Site;
 use super::known::known_file;
+use super::queue::BeingIndexed;
 use crate::TeleportError;
 use crate::teleporter::ImageEvent;
 
@@ -35,30 +35,6 @@ const MARGIN: f64 = 0.05;
 
 /// Of two files that are as similar as this, one is indexed.
 const ALIKE: f64 = 0.9;
-
-/// Files that wait to be indexed. The first one is being indexed while a thread runs.
-#[derive(Debug, Default)]
-pub(super) struct Queue(Mutex<State>);
-
-#[derive(Debug, Default)]
-struct State {
-    waiting: VecDeque<(PathBuf, watch::Sender<bool>)>,
-    running: bool,
-}
-
-/// Files that are being indexed for an image.
-#[derive(Debug)]
-pub(crate) struct BeingIndexed(Vec<watch::Receiver<bool>>);
-
-impl BeingIndexed {
-    /// Returns when all are indexed, or cannot be.
-    pub(crate) async fn wait(mut self) {
-        for done in &mut self.0 {
-            // The sender goes with the thread.
-            let _ = done.wait_for(|done| *done).await;
-        }
-    }
-}
 
 impl Site {
     /// Prepares the matcher for an image of about so many bytes, and returns what is indexed for it. Blocks for a moment.

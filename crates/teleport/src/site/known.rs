@@ -10,34 +10,14 @@ use drover_core::ImageName;
 use drover_image::Stamp;
 use drover_index::Sketch;
 use drover_store::{ImageRecord, KnownFile, Likeness, Looked, MAX_KNOWN_FILES, look_at_file};
-use serde::{Deserialize, Serialize};
 
 use super::Site;
 use super::arrived::unix_now;
 use crate::TeleportError;
+use crate::services::{MAX_SKIPPED, Taken};
 
 /// Files that are noted at once.
 const NOTED_AT_ONCE: usize = 64;
-
-/// Upper bound on the files whose reasons are told that were not taken.
-pub const MAX_SKIPPED: usize = 100;
-
-/// What became of the files of a directory.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Taken {
-    /// Files that were looked at and are known now.
-    pub looked: u64,
-    /// Files that were known and have not changed.
-    pub unchanged: u64,
-    /// Files that are indexed already.
-    pub indexed: u64,
-    /// Files that were not taken.
-    pub skipped: u64,
-    /// Some of those, with the reasons, at most [`MAX_SKIPPED`].
-    pub reasons: Vec<(String, String)>,
-    /// Bytes that were read of all files.
-    pub read_bytes: u64,
-}
 
 /// What is noted of a file that was looked at.
 pub(super) fn known_file(path: &Path, looked: Looked, offered: bool) -> KnownFile {

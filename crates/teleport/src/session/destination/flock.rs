@@ -33,7 +33,8 @@ pub fn hold_back(
         transit,
         ..
     } = prepared;
-    if !matcher.finish() {
+    let (noted, _) = matcher.finish();
+    if !noted {
         site.matcher_is_behind();
     }
     transfer.rest()?;

@@ -145,7 +145,7 @@ impl Site {
         let dir = self.transfer_dir(&transfer_key(peer, &image.name));
         let left = inspect(&dir)?.ok_or_else(gone)?;
         let arrived = Arrived::of(left).map_err(|_| gone())?;
-        if !self.settle(&arrived)? {
+        if !self.settle(&arrived, None)? {
             return Err(gone());
         }
         self.totals.delivered(&Delivered {
