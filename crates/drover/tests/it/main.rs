@@ -24,4 +24,5 @@ mod serve;
 mod space;
 mod transfers;
 mod upgrade;
+mod vault;
 mod world;
