@@ -62,10 +62,10 @@ pub use keep::Keep;
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
 pub use recipe::{Page, RecipeError, RecipeHead};
-pub use record::{HookRecord, Made, SnapshotRecord, VaultRecord};
+pub use record::{HookRecord, Made, RecordError, SnapshotRecord, VaultRecord};
 pub use restore::{RestoreProgress, Restored};
 pub use snapshot::Snapshot;
-pub use uses::Uses;
+pub use uses::{Uses, UsesError};
 pub use vault::{Entry, Vault};
 
 #[cfg(test)]
