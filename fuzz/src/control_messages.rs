@@ -5,8 +5,8 @@ use drover_net::{Ticket, decode, encode};
 use drover_teleport::Unfinished;
 use drover_teleport::protocol::{Accept, Delivered, End, Estimate, GiveUp, Offer};
 use drover_teleport::services::{
-    ImageInfo, IndexImage, JoinSession, KnowFiles, OpenSession, Progress, RemoveImage, RemoveTransfer,
-    Verified, VerifyImage,
+    ImageInfo, IndexImage, JoinSession, KnowFiles, OpenSession, Progress, RemoveImage,
+    RemoveTransfer, Verified, VerifyImage,
 };
 use serde::{Serialize, de::DeserializeOwned};
 
