@@ -9,7 +9,7 @@ use drover_index::{ImageId, Via};
 use drover_store::DataBits;
 use drover_store::sequences::From;
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered};
-use drover_teleport::testing::destination::{Action, Destination, Event, ReuseJob, Run};
+use drover_teleport::testing::destination::{Action, Destination, Event, Given, ReuseJob, Run};
 use drover_teleport::testing::source::{self, Source};
 use drover_teleport::testing::{Batch, Need, Runs};
 
@@ -96,7 +96,7 @@ fn destination(input: &mut Input<'_>) {
     let mut complete = HashSet::new();
     let mut finished = false;
     while !input.0.is_empty() {
-        let event = match input.byte() % 8 {
+        let event = match input.byte() % 10 {
             0 | 1 => {
                 let next = machine.next_batch();
                 let left = walk_blocks.saturating_sub(next.saturating_mul(BATCH_BLOCKS));
@@ -145,6 +145,18 @@ fn destination(input: &mut Input<'_>) {
                     .collect();
                 Event::Proved { index, wrong }
             }
+            7 => Event::Want(input.runs()),
+            // As the driver lets them through: blocks that are wanted, and whose batches are not here.
+            8 => {
+                let runs = input.runs();
+                let came = |block: &u64| machine.given(*block) == Given::Ahead;
+                let (zero, data): (Vec<u64>, Vec<u64>) =
+                    runs.blocks().filter(came).partition(|block| block % 5 == 0);
+                Event::Ahead {
+                    data: data.into_iter().collect(),
+                    zero: zero.into_iter().collect(),
+                }
+            }
             _ => Event::End(Some(Digest([9; 32]))),
         };
         let mut actions = Vec::new();
@@ -180,6 +192,15 @@ fn destination(input: &mut Input<'_>) {
                             .all(|b| b / BATCH_BLOCKS < machine.next_batch())
                     );
                 }
+                Action::Want(runs) => {
+                    let mut blocks = runs.blocks();
+                    assert!(
+                        blocks.all(|b| b < walk_blocks && b / BATCH_BLOCKS >= machine.next_batch())
+                    );
+                }
+                Action::Hurry(runs) => assert!(runs.blocks().all(|b| b < walk_blocks)),
+                // The driver ends the transfer.
+                Action::Changed(_) => return,
                 Action::Prove(index) => proofs.push(index),
                 Action::Complete(index) => {
                     assert!(complete.insert(index), "complete twice");
@@ -202,7 +223,7 @@ fn the_source(input: &mut Input<'_>) {
     let (mut walked, mut walk_to, mut ended) = (0, ahead, false);
     let mut done = false;
     while !input.0.is_empty() {
-        let event = match input.byte() % 6 {
+        let event = match input.byte() % 8 {
             0 => source::Event::Accepted(Accept {
                 resume_batch: input.number(),
                 resumed_blocks: 0,
@@ -224,6 +245,8 @@ fn the_source(input: &mut Input<'_>) {
                 ended = true;
                 source::Event::WalkEnded((input.byte() & 1 == 0).then_some(Digest([1; 32])))
             }
+            5 => source::Event::Want(Need { runs: input.runs() }),
+            6 => source::Event::Hurry(Need { runs: input.runs() }),
             _ => source::Event::Delivered(Delivered {
                 digest: Digest([input.byte() as u8; 32]),
                 ..Delivered::default()
@@ -241,14 +264,16 @@ fn the_source(input: &mut Input<'_>) {
                     walk_to = to;
                 }
                 source::Action::Skip(index) => assert_eq!(index, walked - 1),
-                source::Action::Literals(runs) => {
+                source::Action::Literals(runs) | source::Action::Give(runs) => {
                     assert!(runs.blocks().all(|b| b < walk_blocks));
                 }
                 source::Action::Done(_) => {
                     assert!(ended && !done);
                     done = true;
                 }
-                source::Action::Batch(_) | source::Action::End(_) => {}
+                source::Action::Batch(_)
+                | source::Action::End(_)
+                | source::Action::GiveQueued(_) => {}
             }
         }
     }

@@ -387,7 +387,8 @@ impl Destination {
             return;
         };
         for i in blocks.iter() {
-            if open.missing.get(i) {
+            // What was wanted is on its way, and counts when it comes: a wrong proof asks for nothing a second time.
+            if open.missing.get(i) && !open.asked.get(i) {
                 open.missing.clear(i);
                 open.resumed.set(i);
                 match open.ahead.get(i) {

@@ -131,6 +131,9 @@ impl Show {
             last["dry_run"] = self.dry_run.into();
             last["left_bytes"] = report.left_bytes.into();
             last["asked_bytes"] = report.asked_bytes.into();
+            if let (None, Some(fields)) = (&report.expected, last.as_object_mut()) {
+                fields.remove("expected");
+            }
             return out::json(&last);
         }
         if self.dry_run {

@@ -281,12 +281,13 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     m.start_site();
     let shown = m.near(&["profile", "far:web.raw", "--json"]).ok().json();
     assert_eq!(of(&shown[0]), (recorded.clone(), vec![1; 6], 1));
-    // What it names comes first to a mount there, over a link that carries little of the rest.
-    m.proxy.delay(std::time::Duration::from_millis(20));
+    // What it names comes first to a mount there, over a link that carries little of the rest: the disk in its order, until
+    // the profile is here.
+    m.proxy.delay(std::time::Duration::from_millis(40));
     let options = ["--read-only", "--window", "256K", "--give-up-after", "1s"];
     let socket = m.export("web.raw", &options);
     until("some of it is here", || {
-        m.disk()["received"].as_u64().unwrap() > 2 << 20
+        m.disk()["received"].as_u64().unwrap() > 6 << 20
     });
     m.proxy.cut();
     let mut machine = Client::connect(&socket, "");
@@ -294,7 +295,7 @@ fn a_profile_is_sent_along_and_prefetched_by() {
         let read = machine.read(*place, BLOCK).unwrap();
         assert!(read == bytes[*place as usize..][..BLOCK], "{place}");
     }
-    assert!(machine.read(30 << 20, BLOCK).is_err(), "all of it is here");
+    assert!(machine.read(38 << 20, BLOCK).is_err(), "all of it is here");
     drop(machine);
     m.proxy.heal();
     m.proxy.delay(std::time::Duration::ZERO);

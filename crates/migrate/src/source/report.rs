@@ -233,7 +233,7 @@ pub struct MoveReport {
     #[serde(default)]
     pub built: bool,
     /// What a dry run expects of a machine of QEMU's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub expected: Option<Expected>,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
@@ -269,5 +269,28 @@ impl MoveReport {
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
         self.image_wire_bytes + self.disk_wire_bytes + self.memory_wire_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A mount daemon sends it to the command, in an encoding that leaves out nothing.
+    #[test]
+    fn a_report_is_read_as_it_was_sent() {
+        for expected in [None, Some(Expected::default())] {
+            let report = MoveReport {
+                machine: "web".into(),
+                expected,
+                left: vec!["/var/lib/web.raw".into()],
+                seconds: 1.5,
+                ..MoveReport::default()
+            };
+            let sent = drover_net::encode(&report);
+            let read: MoveReport = drover_net::decode(&sent).unwrap();
+            assert_eq!(read.expected, report.expected);
+            assert_eq!((read.left, read.seconds), (report.left, report.seconds));
+        }
     }
 }

@@ -97,7 +97,7 @@ impl LaunchDevice {
     /// Opens the device. A container's tables are waited for. Blocks the thread.
     ///
     /// # Errors
-    /// When it is no image that can be read, or its tables do not arrive within [`OPEN_LIMIT`].
+    /// When it is no image that can be read, or its tables do not arrive within `OPEN_LIMIT`.
     pub fn open(launch: &Arc<Launch>) -> Result<Self, TeleportError> {
         let container = match launch.format.parse() {
             Ok(Format::Raw) => None,
