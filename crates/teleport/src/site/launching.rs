@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_index::ImageId;
@@ -14,6 +15,9 @@ use crate::launch::{Launch, LaunchStatus};
 use crate::partials::Contents;
 use crate::transfer::{Opening, front_of, read_ahead, read_logged};
 use crate::transfers::{TransferState, Unfinished};
+
+/// How long what reads ahead for a machine may hold an image after the machine has ended.
+const LETS_GO: Duration = Duration::from_secs(3);
 
 /// Whether a transfer is of this name, and a machine can run from what it has brought.
 fn is_usable(transfer: &Unfinished, name: &ImageName) -> bool {
@@ -153,13 +157,23 @@ impl Site {
         }
     }
 
-    /// Fails if a machine runs from what has arrived of an image in transit: it must not become another image, or go.
+    /// Fails if a machine runs from what has arrived of an image in transit: it must not become another image, or go. Blocks
+    /// the thread for moments.
     pub(crate) fn check_not_launched(&self, name: &ImageName) -> Result<(), TeleportError> {
-        let held = self.why_launched(name).is_some();
-        let open = self.launches.get(name).is_some_and(|l| !l.is_delivered());
-        match held || open {
-            true => Err(self.launched_refusal(name, "what has arrived of it")),
-            false => Ok(()),
+        let began = Instant::now();
+        let is_open = || self.launches.get(name).is_some_and(|l| !l.is_delivered());
+        loop {
+            if self.why_launched(name).is_none() {
+                if !is_open() {
+                    return Ok(());
+                }
+                // What read ahead for a machine that has just ended lets go of it within moments.
+                if began.elapsed() < LETS_GO {
+                    std::thread::sleep(LETS_GO / 100);
+                    continue;
+                }
+            }
+            return Err(self.launched_refusal(name, "what has arrived of it"));
         }
     }
 
@@ -169,9 +183,14 @@ impl Site {
         name: &ImageName,
         key: &str,
     ) -> Result<(), TeleportError> {
-        match self.launches.get(name) {
-            Some(launch) if launch.key() != key => Ok(()),
-            _ => self.check_not_launched(name),
+        // Not held while the other is asked: it would be what holds it open.
+        let other = self
+            .launches
+            .get(name)
+            .is_some_and(|launch| launch.key() != key);
+        match other {
+            true => Ok(()),
+            false => self.check_not_launched(name),
         }
     }
 
