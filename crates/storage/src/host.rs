@@ -163,7 +163,7 @@ impl Directory for HostDirectory {
             Lock::Exclusive => FlockOperation::NonBlockingLockExclusive,
         };
         rustix::fs::flock(&file, operation)?;
-        Ok(Box::new(file))
+        Ok(Box::new(HeldLock(file)))
     }
 
     fn describe(&self, name: &str) -> String {
@@ -171,6 +171,16 @@ impl Directory for HostDirectory {
             "" => self.path.display().to_string(),
             _ => self.path.join(name).display().to_string(),
         }
+    }
+}
+
+/// Unlocks when dropped. Closing the file would not do: a child that another thread has just forked has it open too,
+/// until it runs its program.
+struct HeldLock(std::fs::File);
+
+impl Drop for HeldLock {
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
     }
 }
 

@@ -98,6 +98,28 @@ fn names_behave(directory: &dyn Directory) {
 }
 
 #[test]
+fn a_lock_is_free_at_once_whatever_is_forked() {
+    use std::process::Command;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    let dir = tempfile::tempdir().unwrap();
+    let directory = HostDirectory::open(dir.path()).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    Command::new("true").status().unwrap();
+                }
+            });
+        }
+        let taken = (0..3000).find(|_| directory.lock("lock", Lock::Exclusive).is_err());
+        is_over.store(true, Ordering::Relaxed);
+        assert_eq!(taken, None);
+    });
+}
+
+#[test]
 fn the_host_and_the_fake_behave_alike() {
     for seed in 0..6 {
         let dir = tempfile::tempdir().unwrap();

@@ -430,6 +430,8 @@ impl Drop for MachineLock {
             // Whoever has it open looks whether it is still there.
             let _ = std::fs::remove_file(&self.path);
         }
+        // A child that was just forked may have the file open too.
+        let _ = self.file.unlock();
     }
 }
 
