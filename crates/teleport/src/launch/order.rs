@@ -40,21 +40,28 @@ pub async fn boot(device: Weak<LaunchDevice>) {
         let Some(open) = device.upgrade() else {
             return;
         };
-        let launch = open.launch().clone();
-        let look = move || open.looked(|disk| boot_ranges(disk));
-        let Ok((ranges, missed)) = tokio::task::spawn_blocking(look).await else {
+        let look = move || {
+            let (ranges, missed) = open.looked(|disk| boot_ranges(disk));
+            let is_delivered = open.launch().is_delivered();
+            (ranges, missed, is_delivered)
+        };
+        let Ok((ranges, missed, is_delivered)) = tokio::task::spawn_blocking(look).await else {
             return;
         };
-        if missed.is_empty() || launch.is_delivered() {
+        if missed.is_empty() || is_delivered {
             return follow(device, ranges).await;
         }
         // The way to it is short, and each step of it depends on the one before.
-        let launch = Arc::downgrade(&launch);
         loop {
-            let Some(open) = launch.upgrade() else {
+            // Only as long as the device itself is in use: what waits here must not keep the launch, for which
+            // others like it may wait as well.
+            let Some(open) = device.upgrade() else {
                 return;
             };
-            let here = open.until_here(false, || async { open.lacking(missed.iter().copied()) });
+            let launch = open.launch().clone();
+            drop(open);
+            let here =
+                launch.until_here(false, || async { launch.lacking(missed.iter().copied()) });
             if tokio::time::timeout(PAUSES.1, here).await.is_ok() {
                 break;
             }
