@@ -4,6 +4,7 @@ mod ended;
 mod evacuate;
 mod generations;
 mod hypervisor;
+mod memory_left;
 mod show;
 mod start_script;
 

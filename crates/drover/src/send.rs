@@ -20,7 +20,7 @@ use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 
 use crate::cli::SendArgs;
 use crate::failure;
-pub use show::Show;
+pub use show::{Show, short};
 
 /// Sends images.
 ///

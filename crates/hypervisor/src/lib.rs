@@ -38,9 +38,11 @@ pub mod spec;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;
+mod writers;
 
 pub use command_line::CommandLine;
 pub use error::{ErrorClass, HypervisorError};
 pub use machine::Machine;
 pub use place::{Hypervisor, Place};
 pub use rounds::Rounds;
+pub use writers::{Writer, writers_of};

@@ -2,16 +2,19 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::Result;
 use drover_agent::text::{bytes, clean};
 use drover_migrate::{Expected, MoveEvent, MoveReport, Step};
 use drover_teleport::progress::{Counters, WireTotals};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use super::memory_left::MemoryLeft;
 use crate::cli::MigrateArgs;
 use crate::out;
-use crate::send;
+use crate::send::{self, short};
 
 /// Shows a migration.
 pub struct Show {
@@ -23,6 +26,8 @@ pub struct Show {
     images: send::Show,
     counters: Arc<Counters>,
     wire: Arc<WireTotals>,
+    begun: Instant,
+    memory_left: Mutex<MemoryLeft>,
 }
 
 impl Show {
@@ -45,6 +50,8 @@ impl Show {
             images,
             counters,
             wire,
+            begun: Instant::now(),
+            memory_left: Mutex::default(),
         }
     }
 
@@ -91,16 +98,19 @@ impl Show {
                 });
             }
             MoveEvent::Memory(ram) => {
+                let left = self.memory_left.lock().note(self.begun.elapsed(), &ram);
                 let line = json!({
                     "event": "memory", "machine": machine, "sent_bytes": ram.transferred,
                     "left_bytes": ram.remaining, "total_bytes": ram.total,
+                    "left_seconds": left.map(|left| left.as_secs()),
                 });
                 self.print(line, || {
                     format!(
-                        "{machine}: memory: {} sent, {} of {} left",
+                        "{machine}: memory: {} sent, {} of {} left{}",
                         bytes(ram.transferred),
                         bytes(ram.remaining),
-                        bytes(ram.total)
+                        bytes(ram.total),
+                        left.map_or_else(String::new, |left| format!(", about {}", short(left)))
                     )
                 });
             }

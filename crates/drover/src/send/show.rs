@@ -561,7 +561,7 @@ fn time_left(elapsed: Duration, done: u64, rest: u64) -> Option<Duration> {
 }
 
 /// A duration in its two largest units.
-fn short(d: Duration) -> String {
+pub fn short(d: Duration) -> String {
     let s = d.as_secs();
     match s {
         0..60 => format!("{s} s"),

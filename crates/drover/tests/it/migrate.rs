@@ -386,6 +386,8 @@ async fn a_migration_that_is_aborted_leaves_the_machine_running_and_nothing_behi
         moving.until("step", step);
         let mut is_read = step == "memory";
         if killed {
+            // It can be told how long it takes.
+            while !moving.until("event", "memory")["left_seconds"].is_u64() {}
             moving.kill();
             let left = sites.world.run("near", &["migrate", "--list"]).ok();
             assert!(left.out.contains("leaving"), "{}", left.out);
@@ -435,6 +437,100 @@ async fn a_migration_continues_after_a_crash_of_either_side() {
     moving.done();
     here.ended().await;
     goes_on(&here, &mut there).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_two_machines_write_stays() {
+    let Some(sites) = Sites::new("a_disk_that_two_machines_write_stays") else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 1).await;
+    let near = sites.hypervisor("near");
+    let disk = sites.world.path("web.raw");
+    // QEMU keeps a second one out, unless it is told not to.
+    let blockdev = format!(
+        "driver=file,node-name=disk,locking=off,filename={}",
+        disk.display()
+    );
+    let mut second = Command::new("qemu-system-x86_64")
+        .args(["-machine", "none", "-nodefaults", "-display", "none"])
+        .args(["-blockdev", &blockdev])
+        .spawn()
+        .unwrap();
+    let second_is = format!("{} (qemu-system-x86)", second.id());
+    for option in [&["--dry-run"][..], &[]] {
+        until("the second machine has the disk", || {
+            let args = [&["migrate", &near, "far"], option].concat();
+            let ran = sites.world.run("near", &args);
+            let said = ran.code == Some(1) && ran.err.contains(&second_is);
+            assert!(said || option == ["--dry-run"], "{}", ran.err);
+            said && ran.err.contains("web.raw, is open for writing")
+        });
+    }
+    assert_eq!(left_in(&mut here).await, (0, 0));
+    let last = here.said("beat").unwrap();
+    here.wait_said("beat", last + 20).await;
+    second.kill().unwrap();
+    second.wait().unwrap();
+    Moving::begin(&sites, "near", "far", &[]).done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clocks_that_are_apart_change_nothing() {
+    let test = "clocks_that_are_apart_change_nothing";
+    let Some(library) = fake_time() else {
+        println!("SKIP {test}: no libfaketime (Debian: faketime)");
+        return;
+    };
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 20).await;
+    // An hour ahead, and then back while the machine is there.
+    let clock = |offset| {
+        [
+            ("LD_PRELOAD", library.as_str()),
+            ("FAKETIME", offset),
+            ("DONT_FAKE_MONOTONIC", "1"),
+        ]
+    };
+    sites.restart_with("far", &clock("+1h"));
+    let mut there = sites.wait_for_it("far").await;
+    Moving::begin(&sites, "near", "far", &[]).done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+    // It is indeed an hour ahead.
+    let hour = |home, event| {
+        let told = sites.world.run(home, &["audit", "--json"]).ok().json();
+        let last = told.iter().rfind(|line| line["event"] == event).unwrap();
+        last["time"].as_str().unwrap()[..13].to_owned()
+    };
+    assert_ne!(hour("far", "machine-arrived"), hour("near", "machine-left"));
+
+    sites.restart_with("far", &clock("-1h"));
+    let mut here = sites.wait_for_it("near").await;
+    let done = Moving::begin(&sites, "far", "near", &[]).done();
+    there.ended().await;
+    goes_on(&there, &mut here).await;
+    // What it knows of the copy that it left is believed all the same.
+    assert!(done["image_wire_bytes"].as_u64() < Some(SIZE / 8), "{done}");
+    assert_eq!(
+        (sites.state("near"), sites.state("far")),
+        ("here".into(), "away".into())
+    );
+}
+
+/// The library that gives programs another clock.
+fn fake_time() -> Option<String> {
+    let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
+    let found = libraries.map(|entry| entry.path().join("faketime/libfaketimeMT.so.1"));
+    let found = found.into_iter().find(|path| path.exists())?;
+    Some(found.display().to_string())
 }
 
 #[tokio::test(flavor = "multi_thread")]

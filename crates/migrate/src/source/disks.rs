@@ -12,7 +12,7 @@ use drover_device::backend::nbd::NbdOptions;
 use drover_hypervisor::libvirt::Disk;
 use drover_hypervisor::machine::{Bitmap, Data, Machine, Medium, RunState};
 use drover_hypervisor::rounds::View;
-use drover_hypervisor::{HypervisorError, Rounds};
+use drover_hypervisor::{HypervisorError, Rounds, writers_of};
 use drover_image::{Conversion, Format, Layout, Outgoing};
 use drover_net::PeerKey;
 use drover_store::generations::Summary;
@@ -25,6 +25,9 @@ use super::report::{LeftFile, Mounted, Mounts, MoveOptions};
 use crate::disks::DiskWriter;
 use crate::error::MigrateError;
 use crate::protocol::{DiskOffer, MountedDisk};
+
+/// When it is looked again who writes a disk.
+const LOOK_AGAIN: Duration = Duration::from_millis(300);
 
 /// The name of our series of rounds in a hypervisor: there is one move of a machine at a time.
 const SERIES: &str = "move";
@@ -316,6 +319,7 @@ pub(crate) async fn writable(
         if let Data::File(path) = &medium.data
             && path.is_absolute()
         {
+            used_once(n, path).await?;
             disks.files.push(LeftFile {
                 disk: n as u32,
                 path: path.clone(),
@@ -325,6 +329,33 @@ pub(crate) async fn writable(
         disks.media.push(medium.clone());
     }
     Ok(disks)
+}
+
+/// Fails if more than one process writes a disk: what another one writes would be lost.
+async fn used_once(disk: usize, path: &Path) -> Result<(), MigrateError> {
+    let look = async || {
+        let file = path.to_owned();
+        let writers = tokio::task::spawn_blocking(move || writers_of(&file)).await;
+        writers.unwrap_or_default()
+    };
+    let mut writers = look().await;
+    if writers.len() > 1 {
+        // A child that is about to run another program has all that its parent has, for a moment.
+        tokio::time::sleep(LOOK_AGAIN).await;
+        writers = look().await;
+    }
+    if writers.len() < 2 {
+        return Ok(());
+    }
+    let named = writers
+        .iter()
+        .map(|w| format!("{} ({})", w.process, w.name));
+    let named: Vec<String> = named.collect();
+    Err(MigrateError::Unsupported(format!(
+        "disk {disk}, {}, is open for writing in the processes {}: what only one of them writes can move",
+        path.display(),
+        named.join(" and ")
+    )))
 }
 
 /// Sends a round, and asks for it to be flushed.
