@@ -4,6 +4,7 @@
 mod boot;
 mod client;
 mod compress;
+mod flock;
 mod frontends;
 mod guest;
 mod library;
@@ -29,6 +30,7 @@ use crate::bench::Experiment;
 pub const ALL: &[Experiment] = &[
     library::EXPERIMENT,
     similar::EXPERIMENT,
+    flock::EXPERIMENT,
     resume::EXPERIMENT,
     throughput::EXPERIMENT,
     compress::EXPERIMENT,
@@ -52,6 +54,10 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
         "links other than 100 Mbit/s, 40 ms (17 of the matrix); desync, which is not in Debian",
     ),
     ("similar", "rivals; most links but 100 Mbit/s, 40 ms"),
+    (
+        "flock",
+        "anything: the experiment is new; several pairs of nodes; blocks of other sizes",
+    ),
     (
         "resume",
         "1000 Mbit/s, 5 ms, and 20 Mbit/s, 150 ms with loss",

@@ -72,7 +72,7 @@ impl Known {
             limit_bytes: 0,
         };
         let mut compressed = compressor()?;
-        each_piece(&file, size_bytes, BLOCK_SIZE, |block| {
+        each_piece(&file, size_bytes, BLOCK_SIZE, |_, block| {
             limit.data_blocks += 1;
             let key = key_of(block);
             if self.earlier.contains(&key) {
@@ -109,7 +109,7 @@ pub fn digests(path: &Path) -> Result<HashSet<u128>> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let size = file.metadata()?.len();
     let mut digests = HashSet::new();
-    each_piece(&file, size, BLOCK_SIZE, |block| {
+    each_piece(&file, size, BLOCK_SIZE, |_, block| {
         digests.insert(key_of(block));
         Ok(())
     })
@@ -249,16 +249,16 @@ fn key_of(block: &[u8]) -> u128 {
     u128::from_le_bytes(half)
 }
 
-/// Calls `f` for every aligned, nonzero piece of `piece` bytes (a power of two, at most 1 MiB), skipping holes; the
-/// last one may be short.
+/// Calls `f` for every aligned, nonzero piece of `piece` bytes (a power of two, at most 1 MiB) with its offset, skipping holes;
+/// the last one may be short.
 ///
 /// # Errors
 /// Read errors, or those of `f`.
-fn each_piece(
+pub fn each_piece(
     file: &File,
     size: u64,
     piece: usize,
-    mut f: impl FnMut(&[u8]) -> io::Result<()>,
+    mut f: impl FnMut(u64, &[u8]) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; READ];
     let mut at = 0;
@@ -274,9 +274,9 @@ fn each_piece(
         while at < end {
             let take = (end - at).min(READ as u64) as usize;
             file.read_exact_at(&mut buffer[..take], at)?;
-            for piece in buffer[..take].chunks(piece) {
-                if !is_zero(piece) {
-                    f(piece)?;
+            for (nth, bytes) in buffer[..take].chunks(piece).enumerate() {
+                if !is_zero(bytes) {
+                    f(at + (nth * piece) as u64, bytes)?;
                 }
             }
             at += take as u64;
@@ -367,7 +367,7 @@ mod tests {
         let whole = std::fs::read(&path).unwrap();
         for bytes in [512, 4 << 10, 64 << 10, 128 << 10, 1 << 20] {
             let mut pieces = Vec::new();
-            each_piece(&file, size, bytes, |piece| {
+            each_piece(&file, size, bytes, |_, piece| {
                 pieces.push(piece.to_vec());
                 Ok(())
             })

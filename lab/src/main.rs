@@ -4,7 +4,9 @@
 //!
 //! Nothing here is used by drover itself.
 
+mod alike;
 mod bench;
+mod dedup;
 mod experiments;
 mod files;
 mod library;
@@ -63,6 +65,9 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Render docs/benchmarks.md from the rows that `bench` has kept, without measuring.
     Document,
+    /// An end of dedup-separate, a rival for `bench`.
+    #[command(hide = true, subcommand)]
+    Dedup(dedup::DedupArgs),
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case { request: String },
@@ -82,6 +87,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Link(args) => return link::run(&args),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document => bench::make_document(experiments::ALL)?,
+        Command::Dedup(args) => dedup::run(&args)?,
         Command::Case { request } => bench::run_case(experiments::ALL, &request)?,
     }
     Ok(ExitCode::SUCCESS)

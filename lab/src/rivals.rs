@@ -3,8 +3,10 @@
 mod borg;
 mod carrier;
 mod casync;
+mod dedup;
 mod desync;
 mod ends;
+mod gzip;
 mod nbd;
 mod process;
 mod restic;
@@ -23,7 +25,14 @@ pub fn tool_version(program: &str) -> Result<String, String> {
     tool::version(program, &["--version"])
 }
 
-/// Every rival, in the order of the document.
+/// Rivals that are measured with flocks only.
+pub const OF_FLOCKS: &[&dyn Rival] = &[
+    &gzip::Gzip::ALL,
+    &gzip::Gzip::SEPARATE,
+    &dedup::DedupSeparate::BEST,
+];
+
+/// Every rival of single images, in the order of the document.
 pub const ALL: &[&dyn Rival] = &[
     &zstd::Zstd::BEST,
     &rsync::Tuned::WHOLE,

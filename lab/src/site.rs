@@ -292,16 +292,30 @@ impl<'a> Sender<'a> {
     /// # Errors
     /// When there is no such image, or drover cannot be started.
     pub fn begin(&self, image: &Path, options: &[&str]) -> Result<Sending> {
-        let image = image
-            .canonicalize()
-            .with_context(|| format!("no image {}", image.display()))?;
+        self.begin_all(&[image.to_owned()], options)
+    }
+
+    /// Starts sending images as a flock, under their file names.
+    ///
+    /// # Errors
+    /// As [`Sender::begin`].
+    pub fn begin_flock(&self, images: &[PathBuf]) -> Result<Sending> {
+        self.begin_all(images, &["--flock", "flock"])
+    }
+
+    fn begin_all(&self, images: &[PathBuf], options: &[&str]) -> Result<Sending> {
+        let real = |image: &PathBuf| {
+            let real = image.canonicalize();
+            real.with_context(|| format!("no image {}", image.display()))
+        };
+        let images = images.iter().map(real).collect::<Result<Vec<_>>>()?;
         let said = self.home.with_extension("send.log");
         let started = Instant::now();
         let mut child = self
             .place
             .near(&self.drover)
             .arg("send")
-            .arg(&image)
+            .args(&images)
             .args([PEER, "--json"])
             .args(options)
             .env("DROVER_HOME", &self.home)
@@ -321,7 +335,7 @@ impl<'a> Sender<'a> {
             let _ = send.send(text);
         });
         Ok(Sending {
-            image,
+            image: images.into_iter().next().unwrap_or_default(),
             said,
             started,
             child,

@@ -1,18 +1,18 @@
 //! Transfers of an image by drover or a rival, with their cost: shared by the experiments over a link.
 
-use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
 use super::lines::{Line, Net};
+pub use crate::alike::Alike;
 use crate::bench::{Case, Need, Row, Verdict};
 use crate::files::identical;
 use crate::limit::{self, Limit};
 use crate::rivals::{Carrier, Rival};
 use crate::setup::{Lab, file_name};
-use crate::site::{Sender, Site};
+use crate::site::{Sender, Sent, Site};
 use crate::watch::Cost;
 
 /// Keys of figures.
@@ -183,6 +183,72 @@ impl<'a> Mover<'a> {
     }
 }
 
+impl Mover<'_> {
+    /// Transfers images as one job, and compares the delivered files. The far end has those in `there`.
+    ///
+    /// # Errors
+    /// When the transfer does not complete.
+    pub fn carry_flock(
+        &mut self,
+        net: &Net,
+        images: &[PathBuf],
+        there: &[PathBuf],
+    ) -> Result<Carried> {
+        let real = |path: &PathBuf| {
+            let real = path.canonicalize();
+            real.with_context(|| format!("no image {}", path.display()))
+        };
+        let images = images.iter().map(real).collect::<Result<Vec<_>>>()?;
+        let there = there.iter().map(real).collect::<Result<Vec<_>>>()?;
+        let mut time = Duration::ZERO;
+        for image in &images {
+            identical(image, image)?;
+            time += deadline(image)?;
+        }
+        rustix::fs::sync();
+        let before = net.bytes();
+        let (seconds, wire, sender, site, copies) = match self {
+            Self::Drover(site, sender) => {
+                let cost_before = site.cost();
+                let outcome = sender.begin_flock(&images)?.finish(time)?;
+                let mut cost = site.cost();
+                cost.cpu_seconds -= cost_before.cpu_seconds;
+                let wire = outcome.images.iter().map(Sent::wire_bytes).sum();
+                let copy = |image: &PathBuf| site.image(&file_name(image));
+                let copies: Vec<PathBuf> = images.iter().map(copy).collect();
+                (
+                    outcome.seconds,
+                    Some(wire),
+                    Some(outcome.cost),
+                    Some(cost),
+                    copies,
+                )
+            }
+            Self::Rival(carrier) => {
+                let seconds = carrier.carry_all(&images, &there)?;
+                let copies = images
+                    .iter()
+                    .map(|image| carrier.delivered(image))
+                    .collect();
+                (seconds, None, None, None, copies)
+            }
+        };
+        let link = net.since(before);
+        let mut same = true;
+        for (image, copy) in images.iter().zip(&copies) {
+            same &= copy.is_file() && identical(image, copy)?;
+        }
+        Ok(Carried {
+            seconds,
+            link,
+            wire,
+            sender,
+            site,
+            same,
+        })
+    }
+}
+
 /// Timeout of drover for an image: generous, so that only a hang is killed.
 ///
 /// # Errors
@@ -291,38 +357,6 @@ impl Carried {
 pub fn label(image: &Path) -> String {
     let name = file_name(image);
     name.strip_suffix(".raw").unwrap_or(&name).to_owned()
-}
-
-/// Cache of the blocks of images, for similarity; each image is read once.
-#[derive(Default)]
-pub struct Alike(HashMap<PathBuf, HashSet<u128>>);
-
-impl Alike {
-    /// The one of `candidates` that shares the most blocks with `image`, the first of equals; `None` when none shares
-    /// any.
-    ///
-    /// # Errors
-    /// When an image cannot be read.
-    pub fn most_similar<'p>(
-        &mut self,
-        image: &Path,
-        candidates: &'p [PathBuf],
-    ) -> Result<Option<&'p Path>> {
-        for path in candidates.iter().map(PathBuf::as_path).chain([image]) {
-            if !self.0.contains_key(path) {
-                self.0.insert(path.to_owned(), limit::digests(path)?);
-            }
-        }
-        let own = &self.0[image];
-        let shared = candidates
-            .iter()
-            .rev()
-            .map(|path| (own.intersection(&self.0[path]).count(), path));
-        let best = shared
-            .max_by_key(|(count, _)| *count)
-            .filter(|(count, _)| *count > 0);
-        Ok(best.map(|(_, path)| path.as_path()))
-    }
 }
 
 /// The limits of `images` in this order, for a destination that has `with`.

@@ -14,13 +14,19 @@ case "$1" in
 serve) echo "$DROVER_HOME"; exec sleep 60 ;;
 pair) echo "$2" > "$DROVER_HOME/peer" ;;
 send)
-  name=$(basename "$2")
-  to="$(cat "$DROVER_HOME/peer")/images/$name"
-  cp "$2" "$to"
-  DAMAGE
-  size=$(stat -c %s "$2")
+  shift
+  done=
+  for image; do
+    [ "$image" != far ] || break
+    name=$(basename "$image")
+    to="$(cat "$DROVER_HOME/peer")/images/$name"
+    cp "$image" "$to"
+    DAMAGE
+    size=$(stat -c %s "$image")
+    done="$done${done:+,}"'{"name":"'$name'","size_bytes":'$size',"wire_sent_bytes":'$size',"wire_received_bytes":7,"matched_blocks":1}'
+  done
   echo '{"event":"progress"}'
-  echo '{"event":"done","images":[{"name":"'$name'","size_bytes":'$size',"wire_sent_bytes":'$size',"wire_received_bytes":7,"matched_blocks":1}]}' ;;
+  echo '{"event":"done","images":['"$done"']}' ;;
 esac
 "#;
 

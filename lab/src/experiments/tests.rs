@@ -95,6 +95,21 @@ fn a_scenario_is_prepared_and_measured_as_often_as_asked() {
 }
 
 #[test]
+fn a_flock_is_one_row_beside_those_of_the_rivals() {
+    let row = run(&flock::EXPERIMENT, "app-similar-drover", "").remove(0);
+    assert_eq!(row.verdict, Verdict::Good, "{row:?}");
+    assert_eq!(row.label("there"), "small-one");
+    assert_eq!(row.figures[key::SECONDS].runs, 2);
+    assert_eq!(row.value(key::WIRE), Some(2.0 * (12288.0 + 7.0) / 1e6));
+    // One of the two is there, and the other has one block of its own.
+    let limit = run(&flock::EXPERIMENT, "app-similar-limit", "").remove(0);
+    assert!(limit.value(key::BYTES).unwrap() < 1e-3, "{limit:?}");
+    let wrong = r#"[ $name != small-two.raw ] || echo x >> "$to""#;
+    let row = run(&flock::EXPERIMENT, "app-empty-drover", wrong).remove(0);
+    assert!(matches!(row.verdict, Verdict::Wrong(_)), "{row:?}");
+}
+
+#[test]
 fn every_level_is_a_row_beside_the_best() {
     let rows = run(&compress::EXPERIMENT, "loopback", "");
     let best = rows[1..].iter().filter_map(|row| row.value("times_best"));

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
+use crate::alike::Alike;
 use crate::site::Where;
 
 /// A tool that can transfer images between machines, with its best settings.
@@ -35,6 +36,24 @@ pub trait Carrier {
     /// # Errors
     /// When a command fails; includes its output.
     fn carry(&mut self, image: &Path, basis: Option<&Path>) -> Result<f64>;
+
+    /// Transfers several images, of one directory, as best it can; returns the seconds until all of them are there. The far end
+    /// has those in `there`, which are named as at the near end.
+    ///
+    /// # Errors
+    /// As [`Carrier::carry`].
+    fn carry_all(&mut self, images: &[PathBuf], there: &[PathBuf]) -> Result<f64> {
+        let mut alike = Alike::default();
+        let mut here = there.to_vec();
+        let mut seconds = 0.0;
+        for image in images {
+            // Which one is the most similar is a person's knowledge, and not timed.
+            let basis = alike.most_similar(image, &here)?.map(Path::to_owned);
+            seconds += self.carry(image, basis.as_deref())?;
+            here.push(image.clone());
+        }
+        Ok(seconds)
+    }
 
     /// The path of the image after [`Carrier::carry`].
     fn delivered(&self, image: &Path) -> PathBuf;

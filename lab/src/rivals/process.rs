@@ -36,6 +36,15 @@ impl Deadline {
             after,
         }
     }
+
+    /// So many times as far away as it was at first.
+    pub fn times(self, n: u32) -> Self {
+        let more = self.after * n.saturating_sub(1);
+        Self {
+            at: self.at + more,
+            after: self.after + more,
+        }
+    }
 }
 
 /// A running process; killed with its descendants when dropped.

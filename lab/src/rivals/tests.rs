@@ -95,7 +95,7 @@ fn none_left_at(dir: &Path) {
 #[test]
 fn every_rival_that_is_here_delivers_the_same_bytes_and_leaves_no_program() {
     let images = Images::new();
-    for rival in ALL {
+    for rival in ALL.iter().chain(OF_FLOCKS) {
         match rival.version() {
             Ok(version) => {
                 assert!(!version.is_empty());
@@ -126,7 +126,7 @@ fn what_every_rival_carries_crosses_the_link() {
         ..link::Options::default()
     };
     let link = link::Link::up(&options).unwrap();
-    for rival in ALL {
+    for rival in ALL.iter().chain(OF_FLOCKS) {
         if let Err(missing) = rival.version() {
             eprintln!("SKIP {test}: {}: {missing}", rival.name());
             continue;
