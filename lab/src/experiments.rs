@@ -7,6 +7,7 @@ mod compress;
 mod flock;
 mod frontends;
 mod guest;
+mod launch;
 mod library;
 pub mod lines;
 mod link;
@@ -38,6 +39,7 @@ pub const ALL: &[Experiment] = &[
     pull::EXPERIMENT,
     push::EXPERIMENT,
     boot::EXPERIMENT,
+    launch::EXPERIMENT,
     migrate::PAUSE,
     migrate::WHOLE,
     migrate::RETURN,
@@ -65,6 +67,10 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
     (
         "mount",
         "the FUSE file and `--sync remote` at other round trips, rivals at 0 and 5 ms",
+    ),
+    (
+        "launch",
+        "several machines of a flock; fio from a completed launch; KVM",
     ),
     ("boot", "other links than 400 Mbit/s, 40 ms; KVM"),
     ("pause", "KVM; a guest with more than 96 MiB"),

@@ -18,12 +18,12 @@ use crate::shell;
 
 const MIB: f64 = (1u64 << 20) as f64;
 /// The image: bookworm with nginx and php.
-const IMAGE: &str = "bookworm-web";
+pub(super) const IMAGE: &str = "bookworm-web";
 /// Offset of ext4's mount counter from the start of the disk.
 const MOUNT_COUNT: u64 = 1024 + 52;
 /// Timeouts of the parts of a boot.
-const LOGIN: Duration = Duration::from_secs(300);
-const SHUT_DOWN: Duration = Duration::from_secs(120);
+pub(super) const LOGIN: Duration = Duration::from_secs(300);
+pub(super) const SHUT_DOWN: Duration = Duration::from_secs(120);
 const PUSH: Duration = Duration::from_secs(120);
 const COPY_SECONDS: &str = "300";
 const LINE: Line = line(400.0, 40.0, 0.0);
@@ -95,11 +95,11 @@ fn missing((name, by): Way) -> Option<String> {
 }
 
 /// The results of a boot.
-struct Booted {
-    login: f64,
+pub(super) struct Booted {
+    pub login: f64,
     /// Bytes to and from the remote site, over a link.
-    crossed: Option<(u64, u64)>,
-    disk: Disk,
+    pub crossed: Option<(u64, u64)>,
+    pub disk: Disk,
 }
 
 /// The setup shared by all boots.
@@ -190,40 +190,14 @@ impl Bench<'_> {
             dir.join("local.log"),
         );
         copy(&self.image, &disk)?;
-        let mut command = if name.ends_with("nbdkit") {
-            let mut nbdkit = Command::new("nbdkit");
-            nbdkit
-                .args(["--foreground", "--threads=16"])
-                .arg(format!("--unix={}", socket.display()));
-            nbdkit.arg("file");
-            nbdkit
-        } else {
-            let mut qemu = Command::new("qemu-nbd");
-            qemu.args([
-                "--persistent",
-                "--shared=16",
-                "--format=raw",
-                "--cache=writeback",
-                "--aio=threads",
-            ]);
-            qemu.arg(format!("--export-name={NAME}"))
-                .arg(format!("--socket={}", socket.display()));
-            qemu
-        };
-        command
-            .arg(&disk)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(&said)?);
         let started = Instant::now();
-        let mut shown = Shown::new(
-            command.spawn().context("cannot show the image here")?,
-            socket,
-            said,
-        );
+        let mut shown = match name.ends_with("nbdkit") {
+            true => nbdkit(&disk, &socket, &said)?,
+            false => qemu_nbd(&disk, &socket, &said)?,
+        };
         let booted = self.until_login(&mut shown, started, dir, false)?;
         drop(shown);
-        self.must_be_clean(&disk)?;
+        must_be_clean(&disk, &self.image)?;
         Ok(booted)
     }
 
@@ -252,7 +226,7 @@ impl Bench<'_> {
                     .arg(&back),
             )?;
             near.end(shown, PUSH)?;
-            self.must_be_clean(&back).context("what came back")?;
+            must_be_clean(&back, &self.image).context("what came back")?;
         }
         Ok(booted)
     }
@@ -280,19 +254,51 @@ impl Bench<'_> {
             disk,
         })
     }
+}
 
-    /// Fails unless the disk has been used by a machine and unmounted cleanly.
-    fn must_be_clean(&self, disk: &Path) -> Result<()> {
-        if mounts(disk)? <= mounts(&self.image)? {
-            bail!("it was never mounted for writing");
-        }
-        shell::run(
-            Command::new("timeout")
-                .args([COPY_SECONDS, "e2fsck", "-fn"])
-                .arg(disk),
-        )
-        .map(drop)
+fn nbdkit(disk: &Path, socket: &Path, said: &Path) -> Result<Shown> {
+    let mut nbdkit = Command::new("nbdkit");
+    nbdkit
+        .args(["--foreground", "--threads=16"])
+        .arg(format!("--unix={}", socket.display()));
+    shown_here(nbdkit.arg("file").arg(disk), socket, said)
+}
+
+/// Shows an image with `qemu-nbd`.
+pub(super) fn qemu_nbd(disk: &Path, socket: &Path, said: &Path) -> Result<Shown> {
+    let mut qemu = Command::new("qemu-nbd");
+    qemu.args([
+        "--persistent",
+        "--shared=16",
+        "--format=raw",
+        "--cache=writeback",
+        "--aio=threads",
+    ]);
+    qemu.arg(format!("--export-name={NAME}"))
+        .arg(format!("--socket={}", socket.display()));
+    shown_here(qemu.arg(disk), socket, said)
+}
+
+fn shown_here(command: &mut Command, socket: &Path, said: &Path) -> Result<Shown> {
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(File::create(said)?);
+    let child = command.spawn().context("cannot show the image here")?;
+    Ok(Shown::new(child, socket.to_owned(), said.to_owned()))
+}
+
+/// Fails unless the disk, which was `image`, has been used by a machine and unmounted cleanly.
+pub(super) fn must_be_clean(disk: &Path, image: &Path) -> Result<()> {
+    if mounts(disk)? <= mounts(image)? {
+        bail!("it was never mounted for writing");
     }
+    shell::run(
+        Command::new("timeout")
+            .args([COPY_SECONDS, "e2fsck", "-fn"])
+            .arg(disk),
+    )
+    .map(drop)
 }
 
 /// The mount counter of an ext4 file system.
@@ -302,7 +308,7 @@ fn mounts(disk: &Path) -> Result<u16> {
     Ok(u16::from_le_bytes(count))
 }
 
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(super) fn copy(from: &Path, to: &Path) -> Result<()> {
     let mut cp = Command::new("cp");
     shell::run(
         cp.args(["--sparse=always", "--reflink=auto"])

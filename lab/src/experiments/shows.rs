@@ -355,7 +355,7 @@ impl Near<'_> {
 
 /// A running server of the image; killed when dropped.
 pub struct Shown {
-    child: Child,
+    pub(super) child: Child,
     socket: PathBuf,
     file: Option<PathBuf>,
     said: PathBuf,
