@@ -4,13 +4,15 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use drover_core::{ImageName, ReadAt};
+use drover_core::{BLOCK_SIZE_U64, ImageName, ReadAt};
+use drover_image::VirtualDisk;
 use drover_net::service::{CallEvent, OutgoingCall};
 use drover_net::{Code, Connection, Identity, NetError};
 use drover_store::profile::{FirstRead, MAX_BYTES, Profile, Profiles, scan};
 use drover_store::{Catalog, ImageRecord, Peer, SiteCatalog};
 use drover_teleport::services::{GetProfile, MAX_PIECE, PutProfile, PutProfileReply};
 
+use crate::audit::{Audited, Event, Record};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::mounts::open_disk;
@@ -25,6 +27,18 @@ const MAX_TRIED: usize = 32;
 
 /// The share of its blocks, in percent, that another image's profile needs to be worth having.
 const MIN_SHARED: usize = 50;
+
+impl Audited for PutProfile {
+    fn told(&self, reply: Option<&PutProfileReply>) -> Option<Record> {
+        let record = Record::new(Event::ProfileChanged).image(&self.name);
+        match reply {
+            // Nothing of it is the image's.
+            Some(put) if put.blocks == 0 => None,
+            Some(put) => Some(record.bytes(put.blocks * BLOCK_SIZE_U64)),
+            None => Some(record),
+        }
+    }
+}
 
 /// The profiles of the images of a home.
 pub fn of(home: &Home) -> Profiles {
@@ -91,7 +105,7 @@ impl<'a> OfImage<'a> {
     pub fn get(&self) -> Result<Option<Profile>> {
         let shelf = of(self.home);
         let Some(found) = shelf.load(self.record.id)? else {
-            return self.of_another();
+            return of_another(self.home, self.catalog, Some(&self.record), || self.disk());
         };
         if found.image() == self.record.digest {
             return Ok(Some(found));
@@ -112,38 +126,8 @@ impl<'a> OfImage<'a> {
         Ok(pruned.filter(|profile| !profile.is_empty()))
     }
 
-    fn disk(&self) -> Result<drover_image::VirtualDisk> {
+    fn disk(&self) -> Result<VirtualDisk> {
         open_disk(self.home, self.catalog, &self.record)
-    }
-
-    /// The profile of another image that this one is derived from, or with it.
-    fn of_another(&self) -> Result<Option<Profile>> {
-        let shelf = of(self.home);
-        let mut others = self.catalog.images()?;
-        others.retain(|other| other.id != self.record.id && shelf.path(other.id).exists());
-        others.sort_by_key(|other| std::cmp::Reverse(other.added_unix));
-        let mut disk = None;
-        let mut best: Option<(usize, Profile)> = None;
-        for other in others.into_iter().take(MAX_TRIED) {
-            // A damaged one is of no use, and is told of when its own image is asked for it.
-            let Some(theirs) = shelf.load(other.id).ok().flatten() else {
-                continue;
-            };
-            let disk = match &disk {
-                Some(disk) => disk,
-                None => disk.insert(self.disk()?),
-            };
-            let shared = shared(&theirs, disk).context("cannot read the image")?;
-            if shared >= MIN_SHARED && best.as_ref().is_none_or(|best| best.0 < shared) {
-                best = Some((shared, theirs));
-            }
-        }
-        let (Some((_, mut profile)), Some(disk)) = (best, disk) else {
-            return Ok(None);
-        };
-        profile.prune(&disk).context("cannot read the image")?;
-        profile.set_image(self.record.digest);
-        Ok(Some(profile))
     }
 
     /// Adds a boot to its profile.
@@ -181,18 +165,6 @@ impl<'a> OfImage<'a> {
         Ok(put)
     }
 
-    /// Makes a profile from elsewhere that of the image, as far as the image has its blocks in the same places. One that
-    /// counts more boots stays.
-    ///
-    /// # Errors
-    /// As [`OfImage::add_boot`].
-    pub fn put(&self, mut profile: Profile) -> Result<Put> {
-        let disk = self.disk()?;
-        let pruned = profile.prune(&disk).context("cannot read the image")? as u64;
-        profile.set_image(self.record.digest);
-        self.keep(profile, pruned, |before, new| before.boots() > new.boots())
-    }
-
     /// Makes a profile of another image that of this one, as far as the image has its blocks anywhere. They are looked for in the
     /// whole image, unless they all are in the same places. `progress` is called with the bytes done and the total.
     ///
@@ -218,29 +190,12 @@ impl<'a> OfImage<'a> {
         }
         let pruned = (profile.entries().len() - here.entries().len()) as u64;
         here.set_image(self.record.digest);
-        self.keep(here, pruned, |_, _| false)
-    }
-
-    fn keep(
-        &self,
-        profile: Profile,
-        pruned: u64,
-        stays: impl FnOnce(&Profile, &Profile) -> bool,
-    ) -> Result<Put> {
-        let mut put = Put {
-            blocks: profile.entries().len() as u64,
+        let put = Put {
+            blocks: here.entries().len() as u64,
             pruned,
-            boots: profile.boots(),
+            boots: here.boots(),
         };
-        of(self.home).change(self.record.id, |before| {
-            let after = match before {
-                Some(before) if stays(&before, &profile) => before,
-                before if profile.is_empty() => return Ok(before),
-                _ => profile,
-            };
-            put.boots = after.boots();
-            Ok::<_, Error>(Some(after))
-        })?;
+        of(self.home).change(self.record.id, |_| Ok::<_, Error>(Some(here)))?;
         Ok(put)
     }
 
@@ -256,6 +211,45 @@ impl<'a> OfImage<'a> {
     pub fn forget(&self) -> Result<()> {
         of(self.home).change(self.record.id, |_| Ok::<_, Error>(None))
     }
+}
+
+/// The profile of another image that this one is derived from, or with it, as far as the image has its blocks in the same places.
+fn of_another(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    image: Option<&ImageRecord>,
+    open: impl Fn() -> Result<VirtualDisk>,
+) -> Result<Option<Profile>> {
+    let shelf = of(home);
+    let mut others = catalog.images()?;
+    others.retain(|other| {
+        image.is_none_or(|image| image.id != other.id) && shelf.path(other.id).exists()
+    });
+    others.sort_by_key(|other| std::cmp::Reverse(other.added_unix));
+    let mut disk = None;
+    let mut best: Option<(usize, Profile)> = None;
+    for other in others.into_iter().take(MAX_TRIED) {
+        // A damaged one is of no use, and is told of when its own image is asked for it.
+        let Some(theirs) = shelf.load(other.id).ok().flatten() else {
+            continue;
+        };
+        let disk = match &disk {
+            Some(disk) => disk,
+            None => disk.insert(open()?),
+        };
+        let shared = shared(&theirs, disk).context("cannot read the image")?;
+        if shared >= MIN_SHARED && best.as_ref().is_none_or(|best| best.0 < shared) {
+            best = Some((shared, theirs));
+        }
+    }
+    let (Some((_, mut profile)), Some(disk)) = (best, disk) else {
+        return Ok(None);
+    };
+    profile.prune(&disk).context("cannot read the image")?;
+    if let Some(image) = image {
+        profile.set_image(image.digest);
+    }
+    Ok(Some(profile))
 }
 
 /// The share of a sample of a profile's blocks that a disk has in the same places, in percent.
@@ -308,21 +302,19 @@ pub async fn of_peer(
     Ok(Some(profile))
 }
 
-/// Gives a site the profile of one of its images.
+/// Adds a boot to the profile of an image of a site.
 ///
 /// # Errors
 /// When the connection breaks, or the site refuses.
-pub async fn put_to(
+pub async fn add_boot_at(
     connection: Connection,
     name: &ImageName,
-    profile: &Profile,
-    is_boot: bool,
+    boot: &Profile,
 ) -> Result<PutProfileReply, NetError> {
-    let bytes = profile.encode();
+    let bytes = boot.encode();
     let request = PutProfile {
         name: name.clone(),
         bytes: bytes.len() as u32,
-        is_boot,
     };
     let mut calling = OutgoingCall::<PutProfile>::start(connection, &request).await?;
     for piece in bytes.chunks(MAX_PIECE) {
@@ -339,34 +331,32 @@ pub async fn put_to(
     }
 }
 
-/// Gives a peer the profile of an image that was sent there, if the file is an image of this home and has one. Returns what
-/// the peer's image has of it.
+/// The profile that is sent along with an image file: that of the image of this home that it is, else that of another one, as
+/// far as the file has its blocks in the same places. Blocks.
 ///
 /// # Errors
-/// When it cannot be read, or the peer cannot be reached or refuses.
-pub async fn send_along(
-    home: &Home,
-    peer: &Peer,
-    path: &Path,
-    name: &ImageName,
-) -> Result<Option<PutProfileReply>> {
-    let (of, path) = (home.clone(), path.to_owned());
-    let read = move || -> Result<_> {
-        let catalog = Arc::new(site::open_catalog(&of)?);
-        match OfImage::at(&of, &catalog, &path)? {
-            Some(image) => image.get(),
-            None => Ok(None),
-        }
-    };
-    let Some(profile) = tokio::task::spawn_blocking(read).await?? else {
-        return Ok(None);
-    };
-    let connection = Call::peer(&home.identity()?, peer).await?.into_connection();
-    match put_to(connection, name, &profile, false).await {
-        Ok(reply) => Ok(Some(reply)),
-        // It is of an earlier version.
-        Err(NetError::Refused(refusal)) if refusal.code == Code::Unsupported => Ok(None),
-        Err(NetError::Refused(refusal)) => Err(Error::of_peer(&peer.name, &refusal)),
-        Err(e) => Err(e.into()),
+/// When it is damaged, or cannot be compared with the image.
+pub fn of_file(home: &Home, path: &Path) -> Result<Option<Profile>> {
+    let catalog = Arc::new(site::open_catalog(home)?);
+    match OfImage::at(home, &catalog, path)? {
+        Some(image) => image.get(),
+        None => of_another(home, &catalog, None, || Ok(VirtualDisk::open(path)?)),
     }
+}
+
+/// The same of a profile that is named for the file.
+///
+/// # Errors
+/// When the file cannot be read, or has none of its blocks in the same places.
+pub fn for_file(profile: &Profile, path: &Path) -> Result<Profile> {
+    let mut here = profile.clone();
+    let pruned = here.prune(&VirtualDisk::open(path)?);
+    pruned.context("cannot read the image")?;
+    if here.is_empty() {
+        bail!(
+            "the image has none of its {} blocks in the same places: it is the profile of another disk",
+            profile.entries().len()
+        );
+    }
+    Ok(here)
 }

@@ -44,16 +44,19 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     }
     let stop = Stop::on_signals()?;
     let asked = args.with_parts;
-    let sent = tokio::task::spawn_blocking(move || items::with_parts(items, asked)).await??;
+    let (of, dry_run) = (home.clone(), args.dry_run);
+    let read = move || {
+        let mut sent = items::with_parts(items, asked)?;
+        if !dry_run {
+            along::add_profiles(&of, &mut sent.items, &mut sent.notes);
+        }
+        anyhow::Ok(sent)
+    };
+    let sent = tokio::task::spawn_blocking(read).await??;
     let limit = args
         .limit
         .or(home.config.limit)
         .map(|rate| Arc::new(RateLimit::new(rate)));
-    let peer_now = peer.clone();
-    let delivered = sent.items.iter();
-    let delivered: Vec<_> = delivered
-        .map(|item| (item.path.clone(), item.name.clone()))
-        .collect();
     let options = SendOptions {
         identity: home.identity()?,
         peer: peer.key,
@@ -92,12 +95,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         }
     };
     match sent {
-        Ok(reports) => {
-            if !args.dry_run {
-                along::send_profiles(home, &peer_now, &delivered, &show).await;
-            }
-            show.done(&reports)
-        }
+        Ok(reports) => show.done(&reports),
         Err(e) => {
             show.failed();
             Err(failure::of_sending(e, &peer_name))

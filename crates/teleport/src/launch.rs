@@ -32,10 +32,12 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::transfer::Opening;
 
 pub use device::LaunchDevice;
+pub(crate) use order::{SendsFirst, send_first};
 pub use order::{boot, follow};
 use places::Places;
 pub(crate) use registry::Launches;
-use sessions::{Serving, unix_now};
+pub(crate) use sessions::Serving;
+use sessions::{Readers, unix_now};
 
 /// How long a reader waits before it asks again for blocks that were not asked for at the source: they were to be
 /// reused, and may have turned out wrong.
@@ -61,7 +63,9 @@ pub struct Launch {
     /// The site has no other image.
     nothing_else: bool,
     asked: Mutex<Asked>,
-    waiting: Mutex<Waiting>,
+    readers: Arc<Mutex<Readers>>,
+    /// No machine runs from it: it only has blocks come in another order.
+    only_orders: bool,
     /// Its path, once it is delivered.
     delivered: OnceLock<PathBuf>,
 }
@@ -72,14 +76,6 @@ struct Asked {
     /// Which session.
     session: u64,
     blocks: HashSet<u64>,
-}
-
-/// Readers that wait for blocks.
-#[derive(Default)]
-struct Waiting {
-    readers: u64,
-    /// Since when some have been waiting, in seconds since 1970.
-    since_unix: i64,
 }
 
 /// A launched image, for people and scripts.
@@ -111,8 +107,11 @@ impl Launch {
         sessions: Arc<Serving>,
         nothing_else: bool,
     ) -> Self {
+        let image = ImageId(opening.image);
         Launch {
-            image: ImageId(opening.image),
+            image,
+            readers: sessions.readers(image),
+            only_orders: false,
             name: opening.offer.name,
             key,
             peer_name: opening.peer_name,
@@ -124,9 +123,14 @@ impl Launch {
             sessions,
             nothing_else,
             asked: Mutex::default(),
-            waiting: Mutex::default(),
             delivered: OnceLock::new(),
         }
+    }
+
+    /// Has it ask for blocks in the order of a profile, without a machine that runs from it.
+    pub(crate) fn only_orders(mut self) -> Self {
+        self.only_orders = true;
+        self
     }
 
     /// The key of its transfer.
@@ -193,7 +197,7 @@ impl Launch {
             if is_reader {
                 reader.get_or_insert_with(|| Reader::of(self));
             }
-            self.ask(&blocks);
+            self.ask(&blocks, TOGETHER);
             tokio::select! {
                 () = changed => {}
                 () = tokio::time::sleep(ASK_AGAIN) => self.forget(&blocks),
@@ -206,18 +210,17 @@ impl Launch {
         self.partials.changed.clone()
     }
 
-    /// Whether a reader waits.
-    fn has_readers(&self) -> bool {
-        self.waiting.lock().readers > 0
+    /// Whether what is asked for in the background has to wait: for a reader, or for a profile that says better what is
+    /// needed.
+    fn gives_way(&self) -> bool {
+        let readers = self.readers.lock();
+        readers.waiting > 0 || (readers.profiles > 0 && !self.only_orders)
     }
 
-    /// Keeps those of some blocks that may be asked for without sending what the site perhaps has.
-    fn keep_announced(&self, blocks: &mut Vec<u64>) {
-        if !self.nothing_else {
-            let partial = self.partials.get(self.image);
-            let announced = partial.map_or(0, |partial| partial.announced());
-            blocks.retain(|block| *block < announced);
-        }
+    /// The blocks before this one are announced: of those only what the site has not is sent.
+    fn announced(&self) -> u64 {
+        let partial = self.partials.get(self.image);
+        partial.map_or(0, |partial| partial.announced())
     }
 
     /// Forgets that blocks were asked for.
@@ -228,8 +231,8 @@ impl Launch {
         }
     }
 
-    /// Asks the session for blocks ahead of all others, unless it was asked for them.
-    fn ask(&self, blocks: &[u64]) {
+    /// Asks the session for blocks ahead of all others, unless it was asked for them; with each, for all of its group of so many.
+    fn ask(&self, blocks: &[u64], together: u64) {
         let Some((session, want)) = self.sessions.running(self.image) else {
             return;
         };
@@ -243,8 +246,8 @@ impl Launch {
         let end = self.layout.walk_blocks();
         let mut wanted: Vec<u64> = Vec::new();
         for block in blocks.iter().filter(|block| !asked.blocks.contains(block)) {
-            let first = block - block % TOGETHER;
-            wanted.extend(first..(first + TOGETHER).min(end));
+            let first = block - block % together;
+            wanted.extend(first..(first + together).min(end));
         }
         wanted.sort_unstable();
         wanted.dedup();
@@ -270,16 +273,18 @@ impl Launch {
             true => total,
             false => partial.map_or(0, |partial| partial.blocks_in_place()),
         };
-        let waiting = self.waiting.lock();
-        let running = self.sessions.running(self.image).is_some();
+        let readers = self.readers.lock();
+        // What is complete and only waits for its name needs no source.
+        let is_here = self.is_delivered() || done >= total;
+        let running = is_here || self.sessions.running(self.image).is_some();
         LaunchStatus {
             image: self.name.to_string(),
             peer: self.peer_name.clone(),
-            running: running || self.is_delivered(),
+            running,
             done_bytes: done.min(total) * block,
             total_bytes: total * block,
-            waiting_since_unix: (waiting.readers > 0).then_some(waiting.since_unix),
-            stopped_since_unix: match running || self.is_delivered() {
+            waiting_since_unix: (readers.waiting > 0).then_some(readers.since_unix),
+            stopped_since_unix: match running {
                 true => None,
                 false => Some(self.sessions.stopped_since(self.image)),
             },
@@ -295,19 +300,19 @@ struct Reader<'a>(&'a Launch);
 
 impl<'a> Reader<'a> {
     fn of(launch: &'a Launch) -> Self {
-        let mut waiting = launch.waiting.lock();
-        if waiting.readers == 0 {
-            waiting.since_unix = unix_now();
+        let mut readers = launch.readers.lock();
+        if readers.waiting == 0 {
+            readers.since_unix = unix_now();
         }
-        waiting.readers += 1;
-        drop(waiting);
+        readers.waiting += 1;
+        drop(readers);
         Reader(launch)
     }
 }
 
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
-        self.0.waiting.lock().readers -= 1;
+        self.0.readers.lock().waiting -= 1;
     }
 }
 

@@ -69,7 +69,7 @@
 //! // An image and its destination.
 //! let path = home.path().join("disk.raw");
 //! std::fs::write(&path, vec![7; 1 << 20])?;
-//! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs, snapshot: None };
+//! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs, snapshot: None, profile: None };
 //! let options = SendOptions {
 //!     identity: Identity::generate(),
 //!     peer: there.key(),

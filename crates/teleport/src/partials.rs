@@ -352,6 +352,12 @@ impl Partials {
         self.all.read().get(&image).cloned()
     }
 
+    /// Whether no other image is in transit.
+    #[must_use]
+    pub fn is_only(&self, image: ImageId) -> bool {
+        self.all.read().keys().all(|known| *known == image)
+    }
+
     /// Drops stopped transfers beyond the limit.
     fn trim(&self) {
         let mut all = self.all.write();

@@ -36,6 +36,9 @@
 //! An offer may be preceded by LIKENESS: the destination then looks for images of its own that are probably similar, and may index
 //! some of them before it accepts.
 //!
+//! It may be preceded by PROFILE, parts of the image's profile: the destination has what that lists sent first, and keeps it with the
+//! image. Nothing that is announced, matched or proved depends on it.
+//!
 //! An offer of a disk that was here before may be preceded by GENERATIONS; the destination answers with HAVE ahead of
 //! ACCEPT, if it has an old copy of it. The source then sends SKIPPED for these batches, without reading them, and
 //! END_UNREAD at the end: it compares the digest in DELIVERED with that of the image when it has read all of it.
@@ -137,6 +140,8 @@ pub mod kind {
     pub const HURRY: u8 = 0x29;
     /// Blocks that were wanted, as in LITERAL, on the control connection.
     pub const GIVEN: u8 = 0x1a;
+    /// Before an offer: a part of what a machine reads first of the image's disk (`drover_store::profile::Profile`), encoded.
+    pub const PROFILE: u8 = 0x1b;
     /// A [`super::FlockDelivered`], in place of DELIVERED where the image is of a flock.
     pub const FLOCK_DELIVERED: u8 = 0x2c;
     /// Destination to teleporter: a `teleporter::Event`.

@@ -180,7 +180,7 @@ pub struct ShareImage {
 }
 request!(ShareImage: "image.share", List, () => ());
 
-/// Gives a site the profile of an image that it has, in pieces of at most [`MAX_PIECE`] bytes, which the caller sends as
+/// Adds a boot, without digests, to the profile of an image of a site: a profile of that boot, in pieces of at most [`MAX_PIECE`] bytes, which the caller sends as
 /// progress. The caller must be one that may change the image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PutProfile {
@@ -188,8 +188,6 @@ pub struct PutProfile {
     pub name: ImageName,
     /// Bytes of the profile's file.
     pub bytes: u32,
-    /// Whether it is a boot of that image, to be added to its profile. Else it is the profile of the same image elsewhere.
-    pub is_boot: bool,
 }
 request!(PutProfile: "profile.put", List, Vec<u8> => PutProfileReply);
 

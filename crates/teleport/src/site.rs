@@ -10,6 +10,7 @@ mod known;
 mod launching;
 mod old_copies;
 mod open;
+mod profiles;
 mod queue;
 mod records;
 mod recover;

@@ -22,9 +22,11 @@ use crate::partials::Contents;
 use crate::protocol::{Offer, WINDOW_BATCHES};
 
 mod ahead;
+mod profile;
 
 use ahead::AheadLog;
 pub use ahead::read_ahead;
+pub use profile::{keep_profile, kept_profile};
 
 /// Marker file: the last sync of a stopped transfer succeeded. Never synced itself: it describes the page cache's
 /// state of the other files, and vanishes with it in a machine crash.
@@ -50,6 +52,15 @@ pub struct Closing {
     pub digest: Digest,
     /// When it was completed, in seconds since 1970.
     pub added_unix: i64,
+}
+
+/// Opens the partial file of the transfer in `dir` for reading.
+///
+/// # Errors
+/// When it cannot be opened.
+pub fn open_part(dir: &Path) -> Result<File, TeleportError> {
+    let path = dir.join("image.part");
+    File::open(&path).map_err(TeleportError::file("open", path))
 }
 
 /// Derives a transfer's key from the sender and the image's name. Whether it is still the same file is determined

@@ -63,6 +63,8 @@ pub enum Event {
     Merged,
     /// What mounts wrote over an image was dropped.
     ChangesDropped,
+    /// The profile of an image was changed.
+    ProfileChanged,
     /// What a peer may do was changed.
     RightsChanged,
     /// A peer was forgotten.

@@ -235,7 +235,7 @@ fn to_image(home: &Home, target: &Target, size: u64, recording: &Recording) -> R
     let boot = Profile::without_content(size, &recording.reads);
     let put = async move {
         let connection = Call::peer(&identity, &peer).await?.into_connection();
-        let put = profiles::put_to(connection, &name, &boot, true).await;
+        let put = profiles::add_boot_at(connection, &name, &boot).await;
         put.map_err(|e| match e {
             drover_net::NetError::Refused(refusal) => Error::of_peer(&peer.name, &refusal),
             e => e.into(),

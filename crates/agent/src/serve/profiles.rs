@@ -25,11 +25,7 @@ impl Handler<PutProfile> for OfSite {
     async fn handle(
         &self,
         peer: &Peer,
-        PutProfile {
-            name,
-            bytes,
-            is_boot,
-        }: PutProfile,
+        PutProfile { name, bytes }: PutProfile,
         exchange: &mut Exchange<'_, PutProfile>,
     ) -> Result<PutProfileReply, Refusal> {
         let record = self.record(&name).await?;
@@ -54,9 +50,8 @@ impl Handler<PutProfile> for OfSite {
         let profile = Profile::decode(&bytes);
         let profile = profile
             .map_err(|e| Refusal::new(Code::Corrupt, format!("the profile of {name}: {e}")))?;
-        let put = self.with_image(exchange.caller(), name, move |image| match is_boot {
-            true => image.add_boot(&profile.reads()),
-            false => image.put(profile),
+        let put = self.with_image(exchange.caller(), name, move |image| {
+            image.add_boot(&profile.reads())
         });
         let put = put.await?;
         Ok(PutProfileReply {

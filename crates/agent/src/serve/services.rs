@@ -95,7 +95,6 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());
-    services.handle::<of_teleport::PutProfile>(site.clone());
     services.handle::<of_teleport::GetProfile>(site.clone());
     services.handle::<of_teleport::OpenFlock>(site.clone());
     services.handle::<of_teleport::EndFlock>(site.clone());
@@ -118,6 +117,7 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<of_teleport::RemoveImage>(told());
     services.handle::<of_teleport::ShareImage>(told());
     services.handle::<of_teleport::RemoveTransfer>(told());
+    services.handle::<of_teleport::PutProfile>(told());
     services.handle::<crate::changes::DropChanges>(told());
     services.handle::<crate::changes::Order>(told());
     let manage = || Told(Arc::clone(server.home.audit()), Manage(Arc::clone(server)));

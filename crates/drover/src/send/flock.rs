@@ -24,7 +24,7 @@ use drover_teleport::{
 };
 use serde_json::{Value, json};
 
-use super::along::send_profiles;
+use super::along::add_profiles;
 use super::bars::Bars;
 use super::items::{self, must_have_address};
 use super::show::{SAMPLE_EVERY, Show, of_report};
@@ -86,13 +86,19 @@ pub async fn send(home: &Home, mut args: SendArgs) -> Result<()> {
             )
         })
         .collect();
-    let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
+    let (mut changed, mut unchanged, mut notes) = (Vec::new(), Vec::new(), notes);
     for (item, digest) in items.into_iter().zip(digests) {
         match digest {
             Some(digest) => unchanged.push((item.name, digest)),
             None => changed.push(item),
         }
     }
+    let of = home.clone();
+    let (changed, notes) = tokio::task::spawn_blocking(move || {
+        add_profiles(&of, &mut changed, &mut notes);
+        (changed, notes)
+    })
+    .await?;
     let job = Job {
         home,
         args: &args,
@@ -166,6 +172,7 @@ fn wanted(args: &mut SendArgs) -> Result<Wanted> {
             name,
             conversion: image.to,
             snapshot: None,
+            profile: None,
         });
     }
     Ok(Wanted {
@@ -279,11 +286,6 @@ impl Job<'_> {
             }
             said_first(show, &order);
         }
-        let paths: Vec<(PathBuf, ImageName)> = order
-            .items
-            .iter()
-            .map(|item| (item.path.clone(), item.name.clone()))
-            .collect();
         let sending = send_flock(order, options, lanes, wire.clone(), stop.watch());
         tokio::pin!(sending);
         let mut samples = tokio::time::interval(SAMPLE_EVERY);
@@ -303,17 +305,6 @@ impl Job<'_> {
                 record.why.clone_from(&sent.info.record.why);
                 record.id = sent.info.record.id;
                 self.note(&record)?;
-                let is_there = |name: &ImageName| {
-                    let image = record.images.iter().find(|image| image.name == *name);
-                    image.is_some_and(|image| image.state == ImageState::Delivered)
-                };
-                let sent_now: Vec<_> = paths
-                    .into_iter()
-                    .filter(|(_, name)| is_there(name))
-                    .collect();
-                if let Some(show) = shows.first() {
-                    send_profiles(self.home, self.peer, &sent_now, show).await;
-                }
                 show_end(args.json, &sent, &wire)?;
                 ended(unsent, sent)
             }
@@ -584,6 +575,7 @@ mod tests {
             name: ImageName::new(name).unwrap(),
             conversion: Default::default(),
             snapshot: None,
+            profile: None,
         };
         std::fs::write(tmp.path().join("a.img"), vec![1; 8192]).unwrap();
         let items = vec![item("gone.img"), item("a.img")];

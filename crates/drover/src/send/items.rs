@@ -55,6 +55,7 @@ pub fn from_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
             name,
             conversion,
             snapshot: None,
+            profile: None,
         });
     }
     let mut seen = HashSet::new();
@@ -172,6 +173,7 @@ fn add_part(
             name,
             conversion: Conversion::AsIs,
             snapshot: None,
+            profile: None,
         }),
     }
     Ok(())
@@ -254,6 +256,7 @@ mod tests {
             name: ImageName::new("x.img").unwrap(),
             conversion: Conversion::AsIs,
             snapshot: None,
+            profile: None,
         };
         let items = with_parts(vec![item], false).unwrap().items;
         assert_eq!(items.len(), 1);
@@ -281,6 +284,7 @@ mod tests {
                 name: ImageName::new("x.vmdk").unwrap(),
                 conversion,
                 snapshot: None,
+                profile: None,
             };
             let e = with_parts(vec![item.clone()], false).unwrap_err();
             assert_eq!(kind_of(e.as_ref()), Kind::Refused);

@@ -160,7 +160,6 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         encode_call(&PutProfile {
             name: of(),
             bytes: 0,
-            is_boot: true,
         }),
         encode_call(&GetProfile { name: of() }),
         encode_call(&ShareImage {

@@ -338,3 +338,73 @@ fn a_qcow2_image_is_launched_as_the_disk_that_it_holds() {
     drop(client);
     sent.unmount(&socket);
 }
+
+/// The partial file of the only image in transit at the far site.
+fn partial(world: &World) -> Option<File> {
+    let mut transfers = fs::read_dir(world.path("far/work/transfers")).ok()?;
+    let dir = transfers.next()?.ok()?.path();
+    File::open(dir.join("image.part")).ok()
+}
+
+#[test]
+fn what_a_profile_lists_arrives_before_the_rest_also_if_nobody_runs_the_image() {
+    let mut sent = Sent::new("big.raw");
+    let near = |args: &[&str]| sent.world.run("near", args).ok();
+    near(&["index", "big.raw"]);
+    let boot = sent.world.path("boot.sock");
+    let nbd = format!("unix:{}", boot.display());
+    near(&[
+        "export",
+        "big.raw",
+        "--nbd",
+        &nbd,
+        "--background",
+        "--profile",
+    ]);
+    let mut machine = Client::connect(&boot, "big.raw");
+    let places = [11, 9, 10].map(|n| n * BATCH + 65_536);
+    let length = 131_072;
+    for at in places {
+        machine.read(at as u64, length).unwrap();
+    }
+    drop(machine);
+    until("the client has left", || {
+        let unmount = sent.world.run("near", &["unmount", boot.to_str().unwrap()]);
+        unmount.code == Some(0)
+    });
+
+    sent.begin("big.raw");
+    let has = |at: usize, length: usize| {
+        let mut found = vec![0; length];
+        let read = partial(&sent.world).map(|part| part.read_exact_at(&mut found, at as u64));
+        matches!(read, Some(Ok(()))) && found == sent.bytes[at..at + length]
+    };
+    until("what the profile lists is there", || {
+        places.iter().all(|at| has(*at, length))
+    });
+    // The rest would have come first otherwise.
+    let others = (0..9).flat_map(|n| (0..12).map(move |m| n * BATCH + (m << 16)));
+    let others = others.filter(|at| has(*at, 65_536)).count();
+    assert!(others < 54, "{others} of 108");
+
+    // A machine can read it although the source is gone.
+    sent.stop();
+    let socket = sent.launch("big.raw", "s");
+    let mut client = Client::connect(&socket, "big.raw");
+    for at in places {
+        let read = client.read(at as u64, length).unwrap();
+        assert!(read == sent.bytes[at..at + length], "at {at}");
+    }
+    // It is resumed with its profile, which becomes that of the image.
+    let again = ["send", "big.raw", "far", "--json"];
+    let report = sent.world.run("near", &again).ok();
+    assert!(
+        report.out.contains("its profile is sent along"),
+        "{report:?}"
+    );
+    let shown = sent.far(&["profile", "big.raw", "--json"]).ok().json();
+    assert_eq!(shown[0]["boots"], 1, "{shown:?}");
+    assert!(sent.world.delivered("far", "big.raw") == sent.bytes);
+    drop(client);
+    sent.unmount(&socket);
+}

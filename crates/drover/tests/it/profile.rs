@@ -271,7 +271,7 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     m.unmount(&socket, &[]).ok();
     let sent = m.near(&["send", text(&path), "far"]).ok();
     assert!(
-        (sent.out.clone() + &sent.err).contains("its profile was sent along: 24.0 KiB, 1 boot"),
+        (sent.out.clone() + &sent.err).contains("its profile is sent along: 24.0 KiB, 1 boot"),
         "{sent:?}"
     );
     let recorded = places.iter().map(|place| place / BLOCK as u64);

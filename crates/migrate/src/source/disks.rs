@@ -377,6 +377,7 @@ pub fn item(name: ImageName, image: Outgoing) -> SendItem {
             stamp: Digest(blake3::hash(&drover_net::random_id()).into()),
             generations: None,
         }),
+        profile: None,
     }
 }
 

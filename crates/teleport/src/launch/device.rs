@@ -12,7 +12,7 @@ use drover_core::{
 use drover_device::backend::ImageDevice;
 use drover_image::{Format, ImageError, VirtualDisk};
 
-use super::Launch;
+use super::{Launch, TOGETHER};
 use crate::TeleportError;
 
 /// How long opening a container waits for its header and tables.
@@ -219,7 +219,7 @@ fn open_container(launch: &Arc<Launch>) -> Result<VirtualDisk, TeleportError> {
     let began = Instant::now();
     loop {
         let content = Arc::new(Content(launch.clone()));
-        let (opened, lacking) = missed(|| VirtualDisk::from_content(content));
+        let (opened, mut lacking) = missed(|| VirtualDisk::from_content(content));
         match opened {
             Ok(disk) => return Ok(disk),
             Err(e) if lacking.is_empty() => return Err(in_transit(launch, e)),
@@ -231,7 +231,11 @@ fn open_container(launch: &Arc<Launch>) -> Result<VirtualDisk, TeleportError> {
                 return Err(TeleportError::refused(drover_net::Code::Unavailable, text));
             }
             Err(_) => {
-                launch.ask(&lacking);
+                if launch.only_orders {
+                    let announced = launch.announced();
+                    lacking.retain(|block| *block < announced);
+                }
+                launch.ask(&lacking, TOGETHER);
                 std::thread::sleep(OPEN_PAUSE);
             }
         }

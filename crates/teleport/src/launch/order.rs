@@ -1,16 +1,25 @@
 //! What a machine will probably read next comes next: parts of a launched image in an order, ahead of all that nobody waits
 //! for.
 //!
-//! Blocks that are announced, and that the source is to send, are sent earlier than otherwise. Those that are not announced yet are
+//! The order is that of the image's profile, which the source has sent along, then what the disk itself says that a machine
+//! boots from. Blocks that are announced, and that the source is to send, are sent earlier than otherwise. Those that are not announced yet are
 //! asked for only if the site has no other image: it may have them, and the announcement tells.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use drover_core::BlockDevice;
 use drover_image::guest::boot_ranges;
+use drover_net::Code;
+use drover_store::profile::Profile;
+use parking_lot::Mutex;
+use tokio::task::AbortHandle;
 
+use super::Launch;
 use super::device::LaunchDevice;
+use super::sessions::Readers;
+use crate::TeleportError;
 
 /// Bytes of the disk that are asked for together.
 const PART: u64 = 128 << 10;
@@ -18,13 +27,18 @@ const PART: u64 = 128 << 10;
 /// Parts that are looked at in one turn, which bounds the time that it takes.
 const MAX_LOOKED: usize = 512;
 
-/// Upper bound on the parts that are asked for and have not come, and how many it is at first.
-const MAX_WINDOW: usize = 32;
-const FIRST_WINDOW: usize = 4;
+/// Bounds on the blocks that are asked for and have not come, and how many it is at first.
+const MAX_WINDOW: usize = 1024;
+const MIN_WINDOW: usize = 32;
+const FIRST_WINDOW: usize = 128;
 
 /// A part takes so long from when it is asked for: if it takes longer, fewer are asked for, so that a reader who waits
 /// meanwhile need not wait for them.
 const SLOW: Duration = Duration::from_millis(250);
+
+/// Where no machine waits, blocks that are not announced are asked for when no more have been for so long: what comes ahead of
+/// its batch has the whole file compared.
+const STALLED: Duration = Duration::from_secs(1);
 
 /// Shortest and longest pause between turns.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
@@ -69,18 +83,76 @@ pub async fn boot(device: Weak<LaunchDevice>) {
     }
 }
 
+/// Has the blocks of a profile sent first, from now on until they are here or this is dropped: for an image that is being
+/// received, whether a machine runs from it or not.
+pub(crate) struct SendsFirst(AbortHandle);
+
+impl Drop for SendsFirst {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Begins with that. Must be called within a runtime.
+pub(crate) fn send_first(launch: Launch, profile: Profile) -> SendsFirst {
+    let launch = Arc::new(launch.only_orders());
+    let task = tokio::spawn(async move {
+        let _first = First::of(&launch);
+        // The tables of a container may be a while in coming.
+        let device = loop {
+            let opened = Arc::clone(&launch);
+            let open = tokio::task::spawn_blocking(move || LaunchDevice::open(&opened));
+            match open.await {
+                Ok(Ok(device)) => break Arc::new(device),
+                Ok(Err(TeleportError::Refused(refusal))) if refusal.code == Code::Unavailable => {}
+                Ok(Err(e)) => {
+                    let image = launch.name().as_str();
+                    tracing::debug!(image, error = %e, "its profile cannot be followed");
+                    return;
+                }
+                Err(_) => return,
+            }
+        };
+        let order = profile.order(device.size());
+        drop(profile);
+        follow(Arc::downgrade(&device), order).await;
+    });
+    SendsFirst(task.abort_handle())
+}
+
+/// The blocks of an image come in the order of a profile, until it is dropped.
+struct First(Arc<Mutex<Readers>>);
+
+impl First {
+    fn of(launch: &Launch) -> Self {
+        launch.readers.lock().profiles += 1;
+        First(Arc::clone(&launch.readers))
+    }
+}
+
+impl Drop for First {
+    fn drop(&mut self) {
+        self.0.lock().profiles -= 1;
+    }
+}
+
 /// A part of the disk that is not here.
 struct Part {
     range: Range<u64>,
     /// The blocks that reading it has missed first.
     missed: Vec<u64>,
     asked: Option<Instant>,
+    /// How many were asked for.
+    blocks: usize,
 }
 
 /// What is to come.
 struct Order {
     parts: Vec<Part>,
+    /// How many blocks may be on their way.
     window: usize,
+    /// How many blocks are announced, since when.
+    announced: (u64, Instant),
 }
 
 /// Has the parts of a disk sent in this order, until they are here or nobody uses the device.
@@ -92,11 +164,13 @@ pub async fn follow(device: Weak<LaunchDevice>, order: Vec<Range<u64>>) {
             range: start..(start + PART).min(end),
             missed: Vec::new(),
             asked: None,
+            blocks: 0,
         })
     });
     let mut order = Order {
         parts: parts.collect(),
         window: FIRST_WINDOW,
+        announced: (0, Instant::now()),
     };
     loop {
         let Some(open) = device
@@ -123,17 +197,33 @@ pub async fn follow(device: Weak<LaunchDevice>, order: Vec<Range<u64>>) {
 }
 
 impl Order {
+    /// The blocks before this one may be asked for.
+    fn askable(&mut self, launch: &Launch) -> u64 {
+        let announced = launch.announced();
+        if announced != self.announced.0 {
+            self.announced = (announced, Instant::now());
+        }
+        let is_stalled = self.announced.1.elapsed() > STALLED;
+        match launch.nothing_else && (is_stalled || !launch.only_orders) {
+            true => u64::MAX,
+            false => announced,
+        }
+    }
+
     /// Drops what is here, and asks for what comes next.
     fn turn(&mut self, device: &Arc<LaunchDevice>) {
         let launch = device.launch();
-        let is_waited_for = launch.has_readers();
-        let mut looked = 0;
-        let (mut coming, mut window) = (0, self.window);
+        let (gives_way, askable) = (launch.gives_way(), self.askable(launch));
+        let window = self.window;
+        let (mut looked, mut coming) = (0, 0);
+        let (mut came, mut is_slow) = (0, false);
         self.parts.retain_mut(|part| {
-            looked += 1;
-            if looked > MAX_LOOKED {
+            // What is known to be announced later costs nothing to pass by.
+            let is_later = part.missed.first().is_some_and(|block| *block >= askable);
+            if is_later || looked >= MAX_LOOKED {
                 return true;
             }
+            looked += 1;
             let mut lacking = launch.lacking(part.missed.iter().copied());
             if lacking.is_empty() {
                 let length = part.range.end - part.range.start;
@@ -142,25 +232,27 @@ impl Order {
             }
             if lacking.is_empty() {
                 if let Some(asked) = part.asked {
-                    window = match asked.elapsed() > SLOW {
-                        true => (window / 2).max(1),
-                        false => (window + 1).min(MAX_WINDOW),
-                    };
+                    came += part.blocks;
+                    is_slow |= asked.elapsed() > SLOW;
                 }
                 return false;
             }
-            launch.keep_announced(&mut lacking);
-            if lacking.is_empty() || is_waited_for || coming >= window {
+            lacking.retain(|block| *block < askable);
+            if lacking.is_empty() || gives_way || coming >= window {
                 return true;
             }
-            coming += 1;
+            coming += lacking.len();
             if part.asked.is_none_or(|asked| asked.elapsed() > SLOW * 4) {
                 launch.forget(&lacking);
             }
             part.asked.get_or_insert_with(Instant::now);
-            launch.ask(&lacking);
+            part.blocks = part.blocks.max(lacking.len());
+            launch.ask(&lacking, 1);
             true
         });
-        self.window = window;
+        self.window = match is_slow {
+            true => (window / 2).max(MIN_WINDOW),
+            false => (window + came).min(MAX_WINDOW),
+        };
     }
 }

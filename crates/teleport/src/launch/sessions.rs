@@ -1,7 +1,7 @@
-//! The sessions that may be asked for blocks ahead of all others.
+//! The sessions that may be asked for blocks ahead of all others, and who has them asked.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use drover_index::ImageId;
 use parking_lot::Mutex;
@@ -21,6 +21,19 @@ struct State {
     /// When they ended, of images that are watched.
     ended: HashMap<ImageId, i64>,
     last: u64,
+    /// Who reads them, of images that are read.
+    readers: HashMap<ImageId, Weak<Mutex<Readers>>>,
+}
+
+/// Who reads an image in transit: of all launches of it together.
+#[derive(Default)]
+pub(crate) struct Readers {
+    /// Readers that wait for blocks.
+    pub waiting: u64,
+    /// Since when some have been waiting, in seconds since 1970.
+    pub since_unix: i64,
+    /// Profiles that its blocks come in the order of.
+    pub profiles: u64,
 }
 
 /// A session that may be asked, until it is dropped.
@@ -45,6 +58,18 @@ impl Serving {
     /// The session that receives an image, by its number, if there is one.
     pub fn running(&self, image: ImageId) -> Option<(u64, Arc<Want>)> {
         self.0.lock().running.get(&image).cloned()
+    }
+
+    /// Who reads an image.
+    pub fn readers(&self, image: ImageId) -> Arc<Mutex<Readers>> {
+        let readers = &mut self.0.lock().readers;
+        if let Some(known) = readers.get(&image).and_then(Weak::upgrade) {
+            return known;
+        }
+        let new = Arc::default();
+        readers.retain(|_, of| of.strong_count() > 0);
+        readers.insert(image, Arc::downgrade(&new));
+        new
     }
 
     /// Watches when the sessions of these images end, and of no others.

@@ -11,6 +11,7 @@ mod images;
 mod matching;
 mod on_demand;
 mod prepare;
+mod profile;
 mod reuse;
 mod taken;
 mod waits;
@@ -142,6 +143,8 @@ impl Site {
             stop,
             generations: None,
             likeness: None,
+            profile_parts: Vec::new(),
+            profile: None,
         };
         let result = session.run(&mut frames).await;
         opened.ended.send_replace(true);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, connect_any};
+use drover_store::profile::Profile;
 
 use crate::compress::Effort;
 use crate::progress::{SendEvent, WireTotals};
@@ -22,6 +23,8 @@ pub struct SendItem {
     pub conversion: Conversion,
     /// What is sent instead of the file, which then only has a name for messages.
     pub snapshot: Option<Snapshot>,
+    /// What a machine reads first of its disk: sent first, and kept with the image.
+    pub profile: Option<Arc<Profile>>,
 }
 
 /// An image that is not a file: a state of a running machine's disk, which does not change while it is sent.

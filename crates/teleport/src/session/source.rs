@@ -15,6 +15,7 @@ use std::time::Instant;
 use drover_image::Outgoing;
 use drover_net::service::{Request, open};
 use drover_net::{Code, Frame, FrameWriter, KeepAlive, Refusal, Role, decode, encode, random_id};
+use drover_store::profile::Profile;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -398,6 +399,15 @@ impl Sender {
         if let Some(likeness) = &begun.likeness {
             Counters::add(&self.counters.header_bytes, frame_bytes(likeness.len()));
             control.send(kind::LIKENESS, likeness.clone()).await?;
+        }
+        // One of another disk, as in an image that is sent as a mere file, is of no use there.
+        let of_disk = |profile: &&Arc<Profile>| profile.disk_bytes() == image.virtual_size;
+        let profile = item.profile.as_ref().filter(of_disk);
+        if let Some(profile) = profile.filter(|_| !self.options.dry_run) {
+            for part in profile.encode().chunks(LAYOUT_PART_BYTES) {
+                Counters::add(&self.counters.header_bytes, frame_bytes(part.len()));
+                control.send(kind::PROFILE, part.to_vec()).await?;
+            }
         }
         control.send(kind::OFFER, payload).await?;
         for part in layout.chunks(LAYOUT_PART_BYTES) {

@@ -19,7 +19,7 @@ use crate::TeleportError;
 use crate::files::remove_dir;
 use crate::log::RecordKind;
 use crate::teleporter::ImageEvent;
-use crate::transfer::{Closing, Leftover, Opening};
+use crate::transfer::{Closing, Leftover, Opening, kept_profile};
 
 /// A complete and synced file.
 pub(crate) struct Arrived {
@@ -121,6 +121,9 @@ impl Site {
             return Ok(false);
         }
         record.stamp = Stamp::of_path(&target).ok();
+        if let Some(profile) = kept_profile(&arrived.dir) {
+            self.keep_profile(id, old.as_ref().map(|old| old.id), profile);
+        }
         let old = self.enter(&record, named)?;
         drop(changing);
         self.launches.delivered(id, &offer.name, &target);

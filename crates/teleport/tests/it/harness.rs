@@ -255,6 +255,7 @@ pub fn items(paths: &[&Path]) -> Vec<SendItem> {
             name: ImageName::new(p.file_name().unwrap().to_str().unwrap()).unwrap(),
             conversion: Conversion::AsIs,
             snapshot: None,
+            profile: None,
         })
         .collect()
 }

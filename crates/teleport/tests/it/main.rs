@@ -9,6 +9,7 @@ mod hostile;
 mod lone_room;
 mod lost_writes;
 mod old_copies;
+mod profile;
 mod resume;
 mod room;
 mod send;

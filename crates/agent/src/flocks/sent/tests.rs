@@ -21,6 +21,7 @@ fn item(path: &Path, name: &str) -> SendItem {
         name: ImageName::new(name).unwrap(),
         conversion: Conversion::AsIs,
         snapshot: None,
+        profile: None,
     }
 }
 

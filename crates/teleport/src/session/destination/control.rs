@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_net::{Code, Frame, encode};
+use drover_store::profile::Profile;
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
@@ -68,6 +69,10 @@ pub struct Session {
     pub generations: Option<Bytes>,
     /// Of the image that is offered next, encoded.
     pub likeness: Option<Bytes>,
+    /// Of the image that is offered next, what has come of it.
+    pub profile_parts: Vec<u8>,
+    /// Of the image that is offered.
+    pub profile: Option<Profile>,
 }
 
 impl Session {

@@ -74,6 +74,12 @@ impl Session {
                 kind::LIKENESS if self.likeness.is_none() => {
                     self.likeness = Some(frame.payload);
                 }
+                kind::PROFILE => {
+                    if let Err(e) = self.profile_part(&frame.payload) {
+                        self.refuse(&e).await?;
+                        return Err(e);
+                    }
+                }
                 // The source gave up before it received the refusal.
                 kind::GIVE_UP => return Ok(()),
                 other => {
@@ -142,6 +148,7 @@ impl Session {
             tracing::info!(peer = self.shared.peer_name, image = %offer.name, error = %e, "image refused");
             return self.refuse_image(event, &e).await;
         }
+        self.decode_profile(&offer).await?;
         self.prepare_similar(&offer).await?;
         if offer.dry_run {
             return self
@@ -157,6 +164,7 @@ impl Session {
         let done = match self.compare(&offer, &layout.encoded, frames).await? {
             Compared::Same(delivered) => {
                 event.what = SendStep::Unchanged;
+                self.profile_of_same(&offer).await;
                 self.say_unchanged(&offer, *delivered).await
             }
             Compared::GivenUp => Ok(()),
@@ -258,6 +266,7 @@ impl Session {
             total_blocks: prepared.incoming.layout.walk_blocks(),
             done_blocks: prepared.done_blocks.clone(),
         });
+        let first = self.follow_profile(&prepared.transfer).await;
         if let Err(e) = self
             .accept(begun, known.as_ref(), &mut prepared, &events)
             .await
@@ -288,6 +297,7 @@ impl Session {
             let _ = driver.await;
             break Err(why);
         };
+        drop(first);
         frames.wants = false;
         self.shared.activity.deliver(false);
         *self.shared.current.write() = None;

@@ -45,6 +45,8 @@ async fn ends() -> Ends {
             stop: stopped,
             generations: None,
             likeness: None,
+            profile_parts: Vec::new(),
+            profile: None,
         },
         frames: Frames {
             control,
@@ -121,4 +123,59 @@ async fn a_dry_run_ends_when_the_site_stops() {
     }
     let sent = sample.batches.len();
     assert_eq!(ended(async { image.await.unwrap() }, sent).await, 0);
+}
+
+/// What a session answers to a profile in these parts, before an offer of this disk.
+async fn answer_to(parts: Vec<Vec<u8>>) -> String {
+    let sample = sample("a.raw", 1, 3_000_000);
+    let ends = ends().await;
+    for part in parts {
+        ends.source.send(frame(kind::PROFILE, part)).await.unwrap();
+    }
+    let offer = frame(kind::OFFER, encode(&sample.opening.offer));
+    ends.source.send(offer).await.unwrap();
+    let layout = frame(kind::LAYOUT, sample.layout.encode());
+    ends.source.send(layout).await.unwrap();
+    let (mut session, mut frames) = (ends.session, ends.frames);
+    tokio::spawn(async move { session.run(&mut frames).await });
+    let mut told = ends.told;
+    let first = told.recv().await.unwrap();
+    match first.kind {
+        kind::ACCEPT => "accepted".into(),
+        kind::REFUSE => decode::<Refusal>(&first.payload).unwrap().message,
+        other => panic!("{other:#04x}"),
+    }
+}
+
+#[tokio::test]
+async fn a_profile_that_cannot_be_of_the_disk_is_refused_in_one_line() {
+    use drover_store::profile::{FirstRead, MAX_BYTES, Profile};
+    let reads: Vec<FirstRead> = (0..9).map(|block| FirstRead { block, at_ms: 1 }).collect();
+    let of = |bytes: u64| Profile::without_content(bytes, &reads).encode();
+    let good = of(3_000_000);
+    let halves = good.split_at(good.len() / 2);
+    assert_eq!(
+        answer_to(vec![halves.0.to_vec(), halves.1.to_vec()]).await,
+        "accepted"
+    );
+    assert_eq!(answer_to(vec![]).await, "accepted");
+    let mut bad = good.clone();
+    bad[30] ^= 1;
+    for (parts, why) in [
+        (vec![bad], "damaged"),
+        (vec![halves.0.to_vec()], "damaged"),
+        (vec![of(2_000_000)], "a disk of another size"),
+        (vec![good, Vec::new()], "empty"),
+        (
+            vec![vec![7; 1 << 20]; MAX_BYTES / (1 << 20) + 1],
+            "too long",
+        ),
+    ] {
+        let answer = answer_to(parts).await;
+        assert!(
+            answer.contains(why) && answer.contains("profile"),
+            "{answer}"
+        );
+        assert!(!answer.contains('\n'), "{answer}");
+    }
 }
