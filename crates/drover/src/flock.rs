@@ -31,6 +31,7 @@ pub async fn flock(home: &Home, args: &FlockArgs) -> Result<()> {
                 record: sent.record,
                 sessions: 0,
                 under_way: Vec::new(),
+                launchable: Vec::new(),
             };
             all.push((info, "to", busy));
         }
@@ -64,7 +65,7 @@ pub async fn flock(home: &Home, args: &FlockArgs) -> Result<()> {
         ];
         let blank = || std::iter::repeat_n(String::new(), 6);
         row.extend(blank());
-        row.push(state(record.state, *busy).into());
+        row.extend([state(record.state, *busy).into(), String::new()]);
         row.push(moment(record.touched_unix));
         rows.push(row);
         for image in &record.images {
@@ -82,7 +83,13 @@ pub async fn flock(home: &Home, args: &FlockArgs) -> Result<()> {
                     None => image_state(image.state).into(),
                 },
             );
-            row.push(String::new());
+            // Where it is sent from nobody knows.
+            let launchable = match (*of, info.launchable.contains(&image.name)) {
+                ("to", _) => "-",
+                (_, true) => "yes",
+                (_, false) => "no",
+            };
+            row.extend([launchable.into(), String::new()]);
             rows.push(row);
         }
     }
@@ -97,6 +104,7 @@ pub async fn flock(home: &Home, args: &FlockArgs) -> Result<()> {
         "sent",
         "resumed",
         "state",
+        "launchable",
         "last change (UTC)",
     ];
     out::line(&out::table(&heading, rows, &[2, 3, 4, 5, 6, 7, 8]))?;
@@ -159,6 +167,9 @@ pub fn object(info: &FlockInfo, direction: &str, busy: bool) -> Value {
                 "zero_bytes": zero, "own_bytes": own, "flock_bytes": flock, "site_bytes": site,
                 "sent_bytes": sent, "resumed_bytes": resumed,
             });
+            if direction == "received" {
+                object["launchable"] = info.launchable.contains(&image.name).into();
+            }
             if is_there(image.state) {
                 object["digest"] = image.digest.to_string().into();
             }
@@ -211,6 +222,7 @@ mod tests {
             },
             sessions: 1,
             under_way: vec![(name("b.img"), 4096, 8192)],
+            launchable: vec![name("a.img")],
         };
         let object = object(&info, "received", true);
         assert_eq!(object["state"], "open");
@@ -218,5 +230,9 @@ mod tests {
         assert_eq!(object["images"][0]["flock_bytes"], 8192);
         assert_eq!(object["images"][1]["done_bytes"], 4096);
         assert!(object["images"][1].get("digest").is_none());
+        assert_eq!(object["images"][0]["launchable"], true);
+        assert_eq!(object["images"][1]["launchable"], false);
+        let sent = super::object(&info, "sent", true);
+        assert!(sent["images"][0].get("launchable").is_none());
     }
 }

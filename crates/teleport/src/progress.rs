@@ -1,6 +1,7 @@
 //! Progress of a send, as read by the progress bar, `--json` and metrics.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use drover_core::Digest;
@@ -215,12 +216,26 @@ fn as_text<S: serde::Serializer>(digest: &Digest, out: S) -> Result<S::Ok, S::Er
 /// Bytes on all sockets of a send, including encryption and all reconnects.
 #[derive(Debug, Default)]
 pub struct WireTotals {
-    connections: parking_lot::Mutex<Vec<std::sync::Arc<drover_net::WireCounters>>>,
+    connections: parking_lot::Mutex<Vec<Arc<drover_net::WireCounters>>>,
+    /// What these are a part of.
+    all: Option<Arc<WireTotals>>,
 }
 
 impl WireTotals {
+    /// Totals of one of several that send at once: they also count in those of `all`.
+    #[must_use]
+    pub fn part_of(all: &Arc<WireTotals>) -> Self {
+        WireTotals {
+            connections: parking_lot::Mutex::default(),
+            all: Some(Arc::clone(all)),
+        }
+    }
+
     /// Adds a connection's counters; they count from its first byte.
-    pub fn add(&self, connection: std::sync::Arc<drover_net::WireCounters>) {
+    pub fn add(&self, connection: Arc<drover_net::WireCounters>) {
+        if let Some(all) = &self.all {
+            all.add(Arc::clone(&connection));
+        }
         self.connections.lock().push(connection);
     }
 

@@ -51,6 +51,8 @@ pub struct FileImage {
     pub name: Option<ImageName>,
     /// Its place in the order in which the machines start: those with lower numbers are sent first.
     pub start: Option<u32>,
+    /// The file of a profile that is sent along with it, in the place of the image's own; relative likewise.
+    pub profile: Option<PathBuf>,
     /// The form in which it is sent.
     #[serde(default, deserialize_with = "conversion")]
     pub to: Conversion,
@@ -98,6 +100,7 @@ impl FlockFile {
             .sort_by_key(|image| image.start.unwrap_or(u32::MAX));
         for image in &mut flock.images {
             image.path = directory.join(&image.path);
+            image.profile = image.profile.take().map(|path| directory.join(path));
         }
         Ok(flock)
     }
@@ -157,6 +160,7 @@ start = 2
 path = "/srv/db.raw"
 name = "database.qcow2"
 start = 1
+profile = "db.profile"
 to = "qcow2"
 
 [[image]]
@@ -176,6 +180,9 @@ path = "extra.img"
         let first = &flock.images[0];
         assert_eq!(first.name.as_ref().unwrap().as_str(), "database.qcow2");
         assert_eq!(first.to, Conversion::Qcow2);
+        let profile = Path::new("/etc/flocks/db.profile");
+        assert_eq!(first.profile.as_deref(), Some(profile));
+        assert_eq!(flock.images[1].profile, None);
     }
 
     #[test]

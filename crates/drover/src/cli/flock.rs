@@ -44,7 +44,7 @@ pub fn at_once(text: &str) -> Result<usize, String> {
 /// Without PEER, those that this site receives and those that it sends, with PEER those at PEER. ZERO is zeros, OWN is repeated
 /// within the image, FLOCK came from the other images of the flock (it first came to the peer with it), SITE was there before,
 /// and SENT crossed the link, before compression. An image that has arrived is complete, and gets its name with the rest of its
-/// flock. Flocks that nothing has happened to for a week (`keep-unfinished` in config.toml) are no longer listed.
+/// flock. An image is LAUNCHABLE if `drover launch` can use it at the site that receives it now, be it complete or not. Flocks that nothing has happened to for a week (`keep-unfinished` in config.toml) are no longer listed.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
-use drover_agent::error::{Error, kind_of};
+use drover_agent::error::{Error, kind_of, one_line};
 use drover_agent::flocks::{FlockFile, Sending, SentFlock, Source, beginning, path_text, stamps};
 use drover_agent::home::Home;
 use drover_agent::images;
@@ -27,7 +27,8 @@ use serde_json::{Value, json};
 use super::along::add_profiles;
 use super::bars::Bars;
 use super::items::{self, must_have_address};
-use super::show::{SAMPLE_EVERY, Show, of_report};
+use super::sampled;
+use super::show::{Show, of_report};
 use crate::cli::SendArgs;
 use crate::{failure, flock, out};
 
@@ -48,18 +49,14 @@ type Unsent = (ImageName, anyhow::Error);
 /// # Errors
 /// Usage errors; errors from the link or the peer; when an image was not delivered.
 pub async fn send(home: &Home, mut args: SendArgs) -> Result<()> {
-    let wanted = wanted(&mut args)?;
+    let mut wanted = wanted(&mut args)?;
     let catalog = site::open_catalog(home)?;
     let peer = find_peer(&catalog, &wanted.peer)?;
     must_have_address(&peer)?;
-    if args.dry_run {
-        return Err(failure::usage(
-            "a flock has no --dry-run: without --flock it estimates each image by itself",
-        ));
-    }
     let stop = Stop::on_signals()?;
     let sending = Sending::begin(home, &peer, &wanted.name)?;
-    let (items, notes, unsent) = readable(home, wanted.items, args.with_parts).await?;
+    let items = std::mem::take(&mut wanted.items);
+    let (items, notes, unsent) = readable(home, items, args.with_parts).await?;
     if let Some((name, e)) = unsent.first().filter(|_| wanted.atomic) {
         let line = failure::line(e.as_ref());
         let text = format!("nothing of flock {} is sent: {name}: {line}", wanted.name);
@@ -93,6 +90,10 @@ pub async fn send(home: &Home, mut args: SendArgs) -> Result<()> {
             None => changed.push(item),
         }
     }
+    if args.dry_run {
+        let order = order_of(&wanted, changed, unchanged, &unsent);
+        return estimate(home, &args, &peer, order, notes, unsent, &stop).await;
+    }
     let of = home.clone();
     let (changed, notes) = tokio::task::spawn_blocking(move || {
         add_profiles(&of, &mut changed, &mut notes);
@@ -106,17 +107,90 @@ pub async fn send(home: &Home, mut args: SendArgs) -> Result<()> {
         sending: &sending,
         sources,
     };
-    let order = FlockOrder {
-        name: wanted.name,
-        atomic: wanted.atomic,
-        items: changed,
-        unchanged,
-        failed: unsent
-            .iter()
-            .map(|(name, e)| (name.clone(), failure::line(e.as_ref())))
-            .collect(),
-    };
+    let order = order_of(&wanted, changed, unchanged, &unsent);
     job.run(order, wanted.at_once, notes, unsent, &stop).await
+}
+
+fn order_of(
+    wanted: &Wanted,
+    items: Vec<SendItem>,
+    unchanged: Vec<(ImageName, Digest)>,
+    unsent: &[Unsent],
+) -> FlockOrder {
+    let why = |(name, e): &Unsent| (name.clone(), failure::line(e.as_ref()));
+    FlockOrder {
+        name: wanted.name.clone(),
+        atomic: wanted.atomic,
+        items,
+        unchanged,
+        failed: unsent.iter().map(why).collect(),
+    }
+}
+
+/// Says what would be sent of a flock: of each image what the peer has not. What the images have in common counts in each of
+/// them.
+async fn estimate(
+    home: &Home,
+    args: &SendArgs,
+    peer: &Peer,
+    order: FlockOrder,
+    notes: Vec<(PathBuf, String)>,
+    unsent: Vec<Unsent>,
+    stop: &Stop,
+) -> Result<()> {
+    let counters = Arc::new(Counters::default());
+    let wire = Arc::new(WireTotals::default());
+    let (name, of_peer) = (peer.name.clone(), counters.clone());
+    let show = Arc::new(Show::new(
+        args.json,
+        true,
+        true,
+        name,
+        of_peer,
+        wire.clone(),
+    ));
+    for (path, text) in notes {
+        show.event(SendEvent::Note { path, text });
+    }
+    said_first(&show, &order);
+    let several = order.items.len() > 1;
+    if !order.items.is_empty() {
+        let options = options_of(home, args, peer)?;
+        let events = show.clone();
+        let on_event = Arc::new(move |event| events.event(event));
+        let (items, stop) = (order.items, stop.watch());
+        let sending = drover_teleport::send(items, options, on_event, counters, wire, stop);
+        if let Err(e) = sampled(sending, std::slice::from_ref(&show)).await {
+            show.failed();
+            return Err(failure::of_sending(e, &peer.name));
+        }
+    }
+    show.done(&[])?;
+    if several && !args.json {
+        out::note("what the images have in common is sent once, but counts in each of them here");
+    }
+    match unsent.into_iter().next() {
+        None => Ok(()),
+        Some((name, e)) => {
+            let text = format!("{name}: {}", failure::line(e.as_ref()));
+            Err(Error::of_kind(kind_of(e.as_ref()), text).into())
+        }
+    }
+}
+
+fn options_of(home: &Home, args: &SendArgs, peer: &Peer) -> Result<SendOptions> {
+    let limit = args.limit.or(home.config.limit);
+    Ok(SendOptions {
+        identity: home.identity()?,
+        peer: peer.key,
+        peer_name: peer.name.clone(),
+        addresses: peer.addresses.clone(),
+        limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
+        dry_run: args.dry_run,
+        connections: args.connections,
+        compress: args.compress.0,
+        give_up_after: args.give_up_after,
+    })
 }
 
 /// Reads the flock's file, if there is one.
@@ -167,12 +241,17 @@ fn wanted(args: &mut SendArgs) -> Result<Wanted> {
             let text = format!("{}: two images would be called {name}", path.display());
             return Err(failure::usage(text));
         }
+        let profile = image.profile.map(|file| {
+            let read = drover_agent::mounts::read_profile(&file);
+            let wrong = |e| failure::usage(format!("{}: {}", path.display(), one_line(&e)));
+            read.map(Arc::new).map_err(wrong)
+        });
         wanted.push(SendItem {
             path: image.path,
             name,
             conversion: image.to,
             snapshot: None,
-            profile: None,
+            profile: profile.transpose()?,
         });
     }
     Ok(Wanted {
@@ -243,18 +322,7 @@ impl Job<'_> {
         stop: &Stop,
     ) -> Result<()> {
         let args = self.args;
-        let limit = args.limit.or(self.home.config.limit);
-        let options = SendOptions {
-            identity: self.home.identity()?,
-            peer: self.peer.key,
-            peer_name: self.peer.name.clone(),
-            addresses: self.peer.addresses.clone(),
-            limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
-            dry_run: false,
-            connections: args.connections,
-            compress: args.compress.0,
-            give_up_after: args.give_up_after,
-        };
+        let options = options_of(self.home, args, self.peer)?;
         let mut record = begun(self.peer, &order);
         self.note(&record)?;
         let wire = Arc::new(WireTotals::default());
@@ -287,14 +355,7 @@ impl Job<'_> {
             said_first(show, &order);
         }
         let sending = send_flock(order, options, lanes, wire.clone(), stop.watch());
-        tokio::pin!(sending);
-        let mut samples = tokio::time::interval(SAMPLE_EVERY);
-        let sent = loop {
-            tokio::select! {
-                sent = &mut sending => break sent,
-                _ = samples.tick() => shows.iter().for_each(|show| show.sample()),
-            }
-        };
+        let sent = sampled(sending, &shows).await;
         if let Some(bars) = bars {
             bars.clear();
         }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::world::{World, own_address, same, signal, wait};
+use crate::mount::client::Client;
+use crate::world::{World, own_address, same, signal, until, wait};
 
 /// The last object that `send --json` prints.
 fn end(world: &World, args: &[&str]) -> (Vec<Value>, Value) {
@@ -62,6 +63,12 @@ fn a_flock_is_sent_listed_and_kept_in_step() {
     assert!((2500..2520).contains(&sum("sent_blocks")), "{last}");
     assert!((1480..=1500).contains(&sum("flock_blocks")), "{last}");
     assert_eq!(sum("site_blocks"), 0, "{last}");
+    // What crossed for one is not counted for the other, which was sent at the same time.
+    for image in images {
+        let wire = image["wire_sent_bytes"].as_u64().unwrap();
+        let own = image["sent_blocks"].as_u64().unwrap() * 4096;
+        assert!((own..own + 400_000).contains(&wire), "{last}");
+    }
     same(&world.delivered("far", "a.img"), &world.path("a.img"));
     same(&world.delivered("far", "b-there.img"), &world.path("b.img"));
 
@@ -85,6 +92,27 @@ fn a_flock_is_sent_listed_and_kept_in_step() {
         table.starts_with("FLOCK") && table.contains("  a.img"),
         "{table}"
     );
+
+    // A dry run of it sends nothing.
+    let would = world.run(
+        "near",
+        &[
+            "send",
+            "a.img",
+            "common.tmp",
+            "far",
+            "--flock",
+            "two",
+            "--dry-run",
+        ],
+    );
+    let would = would.ok().err;
+    assert!(
+        would.contains("common.tmp: about") && would.contains("counts in each"),
+        "{would}"
+    );
+    assert_eq!(flocks(&world, "far", &[]).len(), 1);
+    assert_eq!(flocks(&world, "near", &[]).len(), 1);
 
     // Again: nothing is read. Then one has changed.
     let (events, last) = end(&world, &file);
@@ -204,4 +232,58 @@ fn a_site_that_is_killed_has_all_of_an_atomic_flock_or_nothing() {
     }
     eprintln!("{whole} times all of it was there after the kill, {none} times nothing");
     assert!(world.run("far", &["transfers"]).ok().out.is_empty());
+}
+
+#[test]
+fn an_image_of_an_atomic_flock_is_launched_before_it_has_its_name() {
+    let world = World::new();
+    let _far = world.pair();
+    let small = fs::read(world.image("a.img", 1, 100)).unwrap();
+    world.image("b.img", 2, 2000);
+    let args = [
+        "send", "a.img", "b.img", "far", "--flock", "shop", "--atomic", "--limit", "1M",
+    ];
+    let mut send = world.drover("near", &args);
+    let mut send = send
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let shop = || flocks(&world, "far", &[]).pop();
+    until("the first is complete", || {
+        shop().is_some_and(|shop| shop["images"][0]["state"] == "arrived")
+    });
+    let socket = world.path("a.sock");
+    let nbd = format!("unix:{}", socket.display());
+    world
+        .run("far", &["launch", "a.img", "--nbd", &nbd, "--background"])
+        .ok();
+    let mut client = Client::connect(&socket, "a.img");
+    assert!(client.read(4096, 200_000).unwrap() == small[4096..204_096]);
+    client.write(8192, &[7; 4096]).unwrap();
+    client.flush().unwrap();
+    let now = shop().unwrap();
+    assert_eq!(now["state"], "open", "{now}");
+    assert!(!world.path("far/images/a.img").exists());
+    assert_eq!(now["images"][0]["launchable"], true, "{now}");
+    let mounts = world.run("far", &["mounts"]).ok().out;
+    assert!(!mounts.contains("nothing has come"), "{mounts}");
+
+    // All of them get their names while it is used.
+    assert_eq!(wait(&mut send), Some(0), "{:?}", shop());
+    same(&world.delivered("far", "a.img"), &world.path("a.img"));
+    same(&world.delivered("far", "b.img"), &world.path("b.img"));
+    assert_eq!(client.read(8192, 4096).unwrap(), [7; 4096]);
+    assert!(client.read(100_000, 8192).unwrap() == small[100_000..108_192]);
+    client.write(0, &[6; 4096]).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    until("the client has left", || {
+        world
+            .run("far", &["unmount", socket.to_str().unwrap()])
+            .code
+            == Some(0)
+    });
+    let changes = world.run("far", &["changes", "--json"]).ok().json();
+    assert_eq!(changes[0]["changed_bytes"], 8192, "{changes:?}");
 }

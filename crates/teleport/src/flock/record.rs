@@ -212,6 +212,8 @@ pub struct FlockInfo {
     pub sessions: u32,
     /// The images that arrive now: name, bytes that are there, bytes of all.
     pub under_way: Vec<(ImageName, u64, u64)>,
+    /// The images that a machine can run from at the site now: those that are there, and those that are still arriving.
+    pub launchable: Vec<ImageName>,
 }
 
 /// The key of a flock, and the name of its file: 32 hexadecimal digits from its sender and its name.
@@ -276,6 +278,7 @@ pub fn flocks(work_dir: &Path) -> Result<Vec<FlockInfo>, TeleportError> {
         record,
         sessions: 0,
         under_way: Vec::new(),
+        launchable: Vec::new(),
     };
     let mut all: Vec<_> = found.into_iter().map(|(_, record)| info(record)).collect();
     sort(&mut all);

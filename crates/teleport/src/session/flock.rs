@@ -107,7 +107,8 @@ pub async fn send_flock(
             options.clone(),
             on_event.clone(),
             counters,
-            wire.clone(),
+            // What the others send meanwhile is not this one's.
+            Arc::new(WireTotals::part_of(&wire)),
             halted.clone(),
         );
         sender.in_lane(lane.clone());

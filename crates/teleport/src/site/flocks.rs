@@ -313,6 +313,7 @@ impl Site {
             .map(|(key, record)| self.flock_info(&key, record))
             .collect();
         sort(&mut all);
+        self.add_launchable(&mut all);
         all
     }
 
@@ -338,6 +339,23 @@ impl Site {
             record,
             sessions,
             under_way,
+            launchable: Vec::new(),
+        }
+    }
+
+    /// Adds to flocks which of their images a machine can run from.
+    fn add_launchable(&self, flocks: &mut [FlockInfo]) {
+        let arriving = self.arriving();
+        for flock in flocks {
+            let FlockRecord { peer, images, .. } = &flock.record;
+            let can = |image: &&FlockImage| match image.state {
+                ImageState::Waiting | ImageState::Arrived => arriving
+                    .iter()
+                    .any(|(sender, name)| sender == peer && *name == image.name),
+                _ => self.images.by_name(&image.name).is_some(),
+            };
+            let names = images.iter().filter(can).map(|image| image.name.clone());
+            flock.launchable = names.collect();
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_index::ImageId;
-use drover_net::Code;
+use drover_net::{Code, PeerKey};
 use drover_store::DataBits;
 
 use super::{Holder, Site};
@@ -53,6 +53,17 @@ impl Site {
             || self
                 .unfinished()
                 .is_ok_and(|all| all.iter().any(|t| is_usable(t, name)))
+    }
+
+    /// The images in transit that a machine can run from, with their senders.
+    pub(super) fn arriving(&self) -> Vec<(PeerKey, ImageName)> {
+        // What cannot be listed is not launched either.
+        let all = self.unfinished().unwrap_or_default().into_iter();
+        let all = all.filter_map(|t| {
+            let name = ImageName::new(t.name.clone()).ok()?;
+            is_usable(&t, &name).then_some((t.sender, name))
+        });
+        all.collect()
     }
 
     /// Opens an image that is in transit for reading: the one that is being sent, else the one that was last; `None` when
