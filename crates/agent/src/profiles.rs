@@ -1,6 +1,7 @@
 //! Profiles of images, here and at peers: what a machine reads from its start until it serves. Their files are those of
 //! `drover_store::profile`; here they meet the images that they are of.
 
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,10 +11,11 @@ use drover_net::service::{CallEvent, OutgoingCall};
 use drover_net::{Code, Connection, Identity, NetError};
 use drover_store::profile::{FirstRead, MAX_BYTES, Profile, Profiles, scan};
 use drover_store::{Catalog, ImageRecord, Peer, SiteCatalog};
+use drover_teleport::FindProfile;
 use drover_teleport::services::{GetProfile, MAX_PIECE, PutProfile, PutProfileReply};
 
 use crate::audit::{Audited, Event, Record};
-use crate::error::{Context, Error, Result, bail, msg};
+use crate::error::{Context, Error, Result, bail, msg, one_line};
 use crate::home::Home;
 use crate::mounts::open_disk;
 use crate::remote::Call;
@@ -213,6 +215,25 @@ impl<'a> OfImage<'a> {
     }
 }
 
+/// Gives an image the profile of an earlier state of the same disk, if it has none; the first name is the earlier's.
+///
+/// # Errors
+/// When the catalog or a profile cannot be read, or it cannot be written.
+pub fn hand_on(home: &Home, catalog: &Arc<SiteCatalog>, names: [&ImageName; 2]) -> Result<()> {
+    let (old, new) = (catalog.by_name(names[0])?, catalog.by_name(names[1])?);
+    let (Some(old), Some(new)) = (old, new) else {
+        return Ok(());
+    };
+    let shelf = of(home);
+    let Some(profile) = shelf.load(old.id)? else {
+        return Ok(());
+    };
+    shelf.change(new.id, |before| {
+        let profile = before.unwrap_or(profile);
+        Ok::<_, Error>(Some(profile))
+    })
+}
+
 /// The profile of another image that this one is derived from, or with it, as far as the image has its blocks in the same places.
 fn of_another(
     home: &Home,
@@ -220,6 +241,26 @@ fn of_another(
     image: Option<&ImageRecord>,
     open: impl Fn() -> Result<VirtualDisk>,
 ) -> Result<Option<Profile>> {
+    let Some((mut profile, disk)) = closest(home, catalog, image, || {
+        Ok(Box::new(open()?) as Box<dyn ReadAt>)
+    })?
+    else {
+        return Ok(None);
+    };
+    profile.prune(&*disk).context("cannot read the image")?;
+    if let Some(image) = image {
+        profile.set_image(image.digest);
+    }
+    Ok(Some(profile))
+}
+
+/// The profile of another image of which a disk has the most blocks in the same places, if it has enough of a sample; and that disk.
+fn closest<'a, D: Deref<Target = dyn ReadAt + 'a>>(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    image: Option<&ImageRecord>,
+    open: impl Fn() -> Result<D>,
+) -> Result<Option<(Profile, D)>> {
     let shelf = of(home);
     let mut others = catalog.images()?;
     others.retain(|other| {
@@ -237,19 +278,31 @@ fn of_another(
             Some(disk) => disk,
             None => disk.insert(open()?),
         };
-        let shared = shared(&theirs, disk).context("cannot read the image")?;
+        let shared = shared(&theirs, &**disk).context("cannot read the image")?;
         if shared >= MIN_SHARED && best.as_ref().is_none_or(|best| best.0 < shared) {
             best = Some((shared, theirs));
         }
     }
-    let (Some((_, mut profile)), Some(disk)) = (best, disk) else {
-        return Ok(None);
+    Ok(best.map(|(_, profile)| profile).zip(disk))
+}
+
+/// Finds profiles for disks that are no files, or are being written to: that of the image of this home of which the disk has the
+/// most blocks in the same places. They are not compared with all of it, which who gets them does when they are used.
+#[must_use]
+pub fn by_content(home: &Home) -> FindProfile {
+    let home = home.clone();
+    let find = move |disk: &dyn ReadAt| -> Result<Option<Profile>> {
+        let catalog = Arc::new(site::open_catalog(&home)?);
+        let found = closest(&home, &catalog, None, || Ok(disk))?;
+        Ok(found.map(|(mut profile, _)| {
+            profile.put_to_disk(disk.len());
+            profile
+        }))
     };
-    profile.prune(&disk).context("cannot read the image")?;
-    if let Some(image) = image {
-        profile.set_image(image.digest);
-    }
-    Ok(Some(profile))
+    FindProfile(Arc::new(move |disk| {
+        let failed = |e: &Error| tracing::info!("no profile is sent along: {}", one_line(e));
+        find(disk).inspect_err(failed).ok().flatten()
+    }))
 }
 
 /// The share of a sample of a profile's blocks that a disk has in the same places, in percent.

@@ -21,6 +21,7 @@ use drover_agent::home::Home;
 use drover_agent::images::{self, HYPERVISOR_ENDS, Indexer};
 use drover_agent::machines::{self, CloseMachine, RefuseMachine};
 use drover_agent::mounts::of_machine::Leaving;
+use drover_agent::profiles;
 use drover_agent::remote::Call;
 use drover_agent::signals::Stop;
 use drover_agent::site;
@@ -123,6 +124,7 @@ async fn depart(
         connections: None,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
+        profiles: Some(profiles::by_content(home)),
     };
     let show = Arc::new(Show::new(args, alone, name.to_string(), peer.name.clone()));
     let options = MoveOptions {

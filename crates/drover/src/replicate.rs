@@ -9,6 +9,7 @@ use anyhow::{Result, bail};
 use drover_agent::error::{Error, Kind};
 use drover_agent::home::Home;
 use drover_agent::mounts::{self, ReplicateDisk, RoundDone};
+use drover_agent::profiles;
 use drover_agent::replicas::{self, FailOver, now_ms, sent_key};
 use drover_agent::signals::{Stop, stopped};
 use drover_agent::site;
@@ -176,6 +177,7 @@ fn options(home: &Home, args: &ReplicateArgs, peer: &Peer, sent: &Sent) -> Resul
             connections: None,
             compress: args.compress.0,
             give_up_after: args.give_up_after,
+            profiles: Some(profiles::by_content(home)),
         },
         name_there: sent.name_there.clone(),
         seed: sent.seed,

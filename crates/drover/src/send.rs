@@ -67,6 +67,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         connections: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
+        profiles: None,
     };
     let counters = Arc::new(Counters::default());
     let wire = Arc::new(WireTotals::default());

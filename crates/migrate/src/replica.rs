@@ -226,9 +226,14 @@ impl Replication {
                 generations,
             });
         }
+        let mut options = self.options.send.clone();
+        if is_believed {
+            // An earlier round has brought them.
+            options.profiles = None;
+        }
         let reports = send(
             items,
-            self.options.send.clone(),
+            options,
             on_event,
             Arc::clone(&self.options.counters),
             Arc::clone(&self.options.wire),

@@ -204,6 +204,13 @@ impl Profile {
         self.entries.retain(keep);
     }
 
+    /// Makes it one of a disk of that size, whose content was not compared with it: blocks outside of it are removed.
+    pub fn put_to_disk(&mut self, disk_bytes: u64) {
+        self.retain(|entry| entry.block < blocks_for(disk_bytes));
+        self.disk_bytes = disk_bytes;
+        self.image = Digest::default();
+    }
+
     /// Removes the blocks that `disk` has not, or has with another content; returns how many they were.
     ///
     /// # Errors

@@ -80,6 +80,7 @@
 //!     connections: None,
 //!     compress: None,
 //!     give_up_after: Duration::from_secs(10),
+//!     profiles: None,
 //! };
 //! let on_event = Arc::new(|event: SendEvent| println!("{event:?}"));
 //! let reports = send(vec![item], options, on_event, Arc::default(), Arc::default(), stopped).await?;
@@ -129,8 +130,8 @@ pub use flock::{
 pub use launch::{Launch, LaunchDevice, LaunchStatus, boot, follow};
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
 pub use session::{
-    DataConnections, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem, SendLane,
-    SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,
+    DataConnections, FindProfile, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem,
+    SendLane, SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,
 };
 pub use site::{
     Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, OldCopies, OldCopy, Origin,

@@ -21,7 +21,7 @@ use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
 pub use destination::{DataConnections, FlockSessions, Sessions};
 pub use flock::{FlockOrder, FlockSent, SendLane, send_flock};
-pub use options::{OnEvent, SendItem, SendOptions, Snapshot};
+pub use options::{FindProfile, OnEvent, SendItem, SendOptions, Snapshot};
 pub(crate) use shared::SessionShared;
 pub use source::source_stamp;
 

@@ -29,6 +29,7 @@ use crate::audit::{Event, Record};
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::machines::{CloseMachine, RefuseMachine, disk_of, may_be_written};
+use crate::profiles;
 use crate::remote::Call;
 use crate::signals::Stop;
 use crate::site::{self, find_peer};
@@ -123,6 +124,7 @@ impl MoveDisk {
                 connections: None,
                 compress: None,
                 give_up_after: self.give_up_after,
+                profiles: Some(profiles::by_content(&self.home(home)?)),
             },
             machine: self.image.clone(),
             name_there: self.name_there.clone(),

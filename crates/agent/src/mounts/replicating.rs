@@ -20,6 +20,7 @@ use super::control::{self, ANSWER_LIMIT};
 use super::moving::{failed, mounted};
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
+use crate::profiles;
 use crate::site::{self, find_peer};
 use crate::text::clean;
 
@@ -136,6 +137,7 @@ pub async fn run(
             connections: None,
             compress: order.compress,
             give_up_after: order.give_up_after,
+            profiles: Some(profiles::by_content(home)),
         },
         name_there: order.name_there.clone(),
         seed: order.seed,

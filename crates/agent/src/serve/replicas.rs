@@ -8,7 +8,7 @@ use drover_net::service::{Exchange, Handler, Peer, Request};
 use drover_net::{Code, Refusal, Right};
 use drover_store::generations::Summary;
 use drover_store::machine::{Other, Token};
-use drover_store::replica::{Named, Offer, Replica, in_other_rounds};
+use drover_store::replica::{Named, Offer, Point, Replica, in_other_rounds};
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::Unfinished;
 
@@ -18,9 +18,10 @@ use super::moves::OfMachines;
 use super::server::OfSite;
 use crate::audit::{Event, Record};
 use crate::changes::crash;
-use crate::error::{Error, failed, refusal_of};
+use crate::error::{Error, failed, one_line, refusal_of};
 use crate::home::CleanUp;
 use crate::mounts::was_changed;
+use crate::profiles;
 use crate::replicas::{FailOver, FailedOver, ForgetReplica, now_ms};
 use crate::text::moment;
 
@@ -167,10 +168,26 @@ impl OfSite {
         // From here on it is the replica.
         self.domain.home.replicas().store(&ask.name, &complete)?;
         crash("replica-completed");
+        self.hand_profiles_on(known.point.as_ref(), complete.point.as_ref());
         if let Err(e) = self.clear_left(&ask.name, complete) {
             tracing::warn!("{e}");
         }
         Ok(())
+    }
+
+    /// Gives the images of a round that came without profiles those of the ones before, which are about to go.
+    fn hand_profiles_on(&self, before: Option<&Point>, now: Option<&Point>) {
+        let images = |point: Option<&Point>| point.map_or_else(Vec::new, |p| p.images.clone());
+        for (old, new) in images(before).iter().zip(&images(now)) {
+            let done = profiles::hand_on(
+                &self.domain.home,
+                &self.domain.catalog,
+                [old, new].map(|image| &image.name),
+            );
+            if let Err(e) = done {
+                tracing::warn!("{}: it has no profile: {}", new.name, one_line(&e));
+            }
+        }
     }
 
     /// Bytes of the disk of an image of a round, which must have been delivered by its source, and be as it was delivered.

@@ -190,6 +190,7 @@ fn options_of(home: &Home, args: &SendArgs, peer: &Peer) -> Result<SendOptions> 
         connections: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
+        profiles: None,
     })
 }
 

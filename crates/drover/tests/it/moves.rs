@@ -79,6 +79,34 @@ impl Sites {
         self.world.run(home, &export)
     }
 
+    /// Records what a boot from the disk reads: some of what the program does not write.
+    fn record_boot(&self, home: &str) {
+        let listen = format!("unix:{}", self.socket(home).display());
+        let export = [
+            "export",
+            "web.raw",
+            "--nbd",
+            &listen,
+            "--background",
+            "--profile",
+        ];
+        self.world.run(home, &export).ok();
+        let device = self.connect(home);
+        device
+            .read(SLOTS * SLOT + 40_960, &mut [0; 65_536])
+            .unwrap();
+        drop(device);
+        until("the client has left", || {
+            self.world.run(home, &["unmount", &listen]).code == Some(0)
+        });
+    }
+
+    /// How many boots the profile of an image counts.
+    fn boots(&self, home: &str, image: &str) -> Value {
+        let profile = self.world.run(home, &["profile", image, "--json"]);
+        profile.ok().json()[0]["boots"].clone()
+    }
+
     fn connect(&self, home: &str) -> NbdDevice {
         let address = NbdAddress {
             socket: NbdSocket::Unix(self.socket(home)),
@@ -264,6 +292,7 @@ impl Moving {
 #[test]
 fn a_disk_moves_while_it_is_written_and_comes_back_for_what_changed() {
     let sites = Sites::new();
+    sites.record_boot("near");
     let program = sites.program("near", 0);
     program.goes_on();
     let estimated = sites.begin("near", "far", &["--dry-run"]).done();
@@ -282,6 +311,7 @@ fn a_disk_moves_while_it_is_written_and_comes_back_for_what_changed() {
     let states = [sites.state("near"), sites.state("far")];
     assert_eq!(states, ["away", "here"]);
     sites.is_at("far", "near", last);
+    assert_eq!(sites.boots("far", "web.raw"), 1);
     sites.begin("near", "far", &[]).fails();
 
     // There it is an image like any other, and comes back for little.

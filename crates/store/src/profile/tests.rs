@@ -45,6 +45,18 @@ fn a_boot_is_what_it_read_but_for_zeros_and_what_is_outside() {
 }
 
 #[test]
+fn one_that_is_put_to_a_smaller_disk_has_no_block_outside_of_it() {
+    let disk = disk(&[1, 2, 3, 4]);
+    let mut profile = boot(&disk, &[3, 1, 2]);
+    profile.set_image(Digest([1; 32]));
+    profile.put_to_disk(2 * BLOCK as u64 + 1);
+    assert_eq!(blocks(&profile), [1, 2]);
+    assert_eq!(profile.disk_bytes(), 2 * BLOCK as u64 + 1);
+    assert_eq!(profile.image(), Digest::default());
+    assert_eq!(Profile::decode(&profile.encode()).unwrap(), profile);
+}
+
+#[test]
 fn several_boots_are_weighed() {
     let disk = disk(&[1, 2, 3, 4, 5, 6, 7, 8]);
     let mut profile = boot(&disk, &[5, 1, 2]);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use drover_core::{Digest, ImageName};
+use drover_core::{Digest, ImageName, ReadAt};
 use drover_image::{Conversion, Outgoing};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, connect_any};
 use drover_store::profile::Profile;
@@ -61,6 +61,21 @@ pub struct SendOptions {
     pub compress: Option<Effort>,
     /// How long to keep reconnecting without progress.
     pub give_up_after: Duration,
+    /// Finds profiles for images that have none.
+    pub profiles: Option<FindProfile>,
+}
+
+/// Finds the profile of a disk by its content. Blocks the thread.
+#[derive(Clone)]
+pub struct FindProfile(pub Arc<Find>);
+
+/// See [`FindProfile`].
+pub type Find = dyn Fn(&dyn ReadAt) -> Option<Profile> + Send + Sync;
+
+impl std::fmt::Debug for FindProfile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("FindProfile")
+    }
 }
 
 impl SendOptions {

@@ -280,8 +280,10 @@ impl Sender {
         };
         self.counters.reset();
         let counters = self.counters.clone();
+        let profiles = self.options.profiles.clone();
+        let profiles = profiles.filter(|_| !self.options.dry_run);
         Some(tokio::task::spawn_blocking(move || {
-            Begun::open(&item, ahead, counters)
+            Begun::open(&item, ahead, counters, profiles.as_ref())
         }))
     }
 
@@ -402,7 +404,7 @@ impl Sender {
         }
         // One of another disk, as in an image that is sent as a mere file, is of no use there.
         let of_disk = |profile: &&Arc<Profile>| profile.disk_bytes() == image.virtual_size;
-        let profile = item.profile.as_ref().filter(of_disk);
+        let profile = begun.profile.as_ref().filter(of_disk);
         if let Some(profile) = profile.filter(|_| !self.options.dry_run) {
             for part in profile.encode().chunks(LAYOUT_PART_BYTES) {
                 Counters::add(&self.counters.header_bytes, frame_bytes(part.len()));

@@ -215,6 +215,7 @@ impl Client {
             connections: None,
             compress: None,
             give_up_after: Duration::from_secs(120),
+            profiles: None,
         }
     }
 

@@ -129,3 +129,39 @@ async fn what_a_profile_lists_is_there_first_and_the_image_is_the_same() {
         assert_eq!(kept, Some(listed));
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_profile_that_counts_more_boots_stays_with_the_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let client = Client::new();
+    let first = bytes(8)[..600_000].to_vec();
+    let boots = |bytes: &Vec<u8>, count: u8| {
+        let reads = [FirstRead { block: 9, at_ms: 3 }];
+        let mut all = Profile::of_boot(bytes, &reads).unwrap();
+        for _ in 1..count {
+            all.merge(&Profile::of_boot(bytes, &reads).unwrap());
+        }
+        all
+    };
+    let mut other = first.clone();
+    other[..4096].fill(5);
+    // A new image, one that replaces it, the same once more, one without a profile, a later one.
+    for (bytes, sent, kept) in [
+        (&first, Some(3), 3),
+        (&other, Some(1), 3),
+        (&other, Some(5), 5),
+        (&other, Some(4), 5),
+        (&first, None, 5),
+        (&first, Some(9), 9),
+    ] {
+        let item = item(dir.path(), bytes, sent.map(|count| boots(bytes, count)));
+        let options = client.options(&there, &there.address);
+        client.send_with(vec![item], options).await.unwrap();
+        let image = there.catalog.by_name(&ImageName::new("web.raw").unwrap());
+        let image = image.unwrap().unwrap().id;
+        let found = Profiles::beside(&there.dir.join("state/maps")).load(image);
+        let found = found.unwrap().expect("a profile");
+        assert_eq!(found.boots(), kept, "sent {sent:?}");
+    }
+}

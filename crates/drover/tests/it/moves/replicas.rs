@@ -38,6 +38,7 @@ fn a_disk_of_a_program_is_replicated_and_taken_over() {
     let world = &sites.world;
     let once = ["replicate", "web.raw", "far", "--as", "web", "--once"];
     world.run("near", &once).fails(3, &["not in use here"]);
+    sites.record_boot("near");
     let program = sites.program("near", 1);
     // Before, holes make one batch of all that there is.
     until("there is data everywhere", || program.last() > SLOTS + 20);
@@ -76,6 +77,7 @@ fn a_disk_of_a_program_is_replicated_and_taken_over() {
         (before.min(last)..=last + 1).contains(&found),
         "{before} {found} {last}"
     );
+    assert_eq!(sites.boots("far", image), 1);
     // It is an image like any other now, which a program goes on with.
     let socket = world.path("over.nbd");
     let listen = format!("unix:{}", socket.display());

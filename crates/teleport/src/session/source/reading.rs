@@ -4,15 +4,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use drover_core::Digest;
-use drover_image::{Outgoing, VirtualDisk, open_for_sending};
+use drover_image::{Format, Outgoing, VirtualDisk, open_for_sending};
 use drover_store::Likeness;
+use drover_store::profile::Profile;
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
 use crate::codec::Have;
 use crate::progress::Counters;
 use crate::protocol::BATCH_BLOCKS;
-use crate::session::SendItem;
+use crate::session::{FindProfile, SendItem};
 use crate::stages::Lap;
 use crate::walk::Walk;
 
@@ -36,6 +37,8 @@ pub struct Begun {
     pub generations: Option<Arc<[u8]>>,
     /// What is noted of the image to choose similar ones, encoded; `None` if nothing is known of it.
     pub likeness: Option<Vec<u8>>,
+    /// What a machine reads first of its disk.
+    pub profile: Option<Arc<Profile>>,
 }
 
 impl Begun {
@@ -44,6 +47,7 @@ impl Begun {
         item: &SendItem,
         ahead: u64,
         counters: Arc<Counters>,
+        profiles: Option<&FindProfile>,
     ) -> Result<Self, TeleportError> {
         let mut generations = None;
         let (image, stamp) = match &item.snapshot {
@@ -74,10 +78,22 @@ impl Begun {
                 Some(_) => None,
                 None => likeness_of(&image),
             },
+            profile: match (&item.profile, profiles) {
+                (None, Some(find)) => find_profile(&image, find),
+                (known, _) => known.clone(),
+            },
             image,
             generations,
         })
     }
+}
+
+fn find_profile(image: &Outgoing, find: &FindProfile) -> Option<Arc<Profile>> {
+    let found = match image.format {
+        Format::Raw => (find.0)(&image.content),
+        _ => (find.0)(&VirtualDisk::peek(Arc::clone(&image.content)).ok()?),
+    };
+    found.map(Arc::new)
 }
 
 fn likeness_of(image: &Outgoing) -> Option<Vec<u8>> {
