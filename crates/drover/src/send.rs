@@ -87,24 +87,12 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         Arc::new(move |event| show.event(event))
     };
     let sending = drover_teleport::send(sent.items, options, events, counters, wire, stop.watch());
-    let sent = sampled(sending, std::slice::from_ref(&show)).await;
+    let sent = show::sampled(sending, std::slice::from_ref(&show)).await;
     match sent {
         Ok(reports) => show.done(&reports),
         Err(e) => {
             show.failed();
             Err(failure::of_sending(e, &peer_name))
-        }
-    }
-}
-
-/// Waits for what is sent, and shows how it goes meanwhile.
-async fn sampled<T>(sending: impl Future<Output = T>, shows: &[Arc<Show>]) -> T {
-    tokio::pin!(sending);
-    let mut samples = tokio::time::interval(show::SAMPLE_EVERY);
-    loop {
-        tokio::select! {
-            sent = &mut sending => return sent,
-            _ = samples.tick() => shows.iter().for_each(|show| show.sample()),
         }
     }
 }

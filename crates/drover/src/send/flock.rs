@@ -27,8 +27,7 @@ use serde_json::{Value, json};
 use super::along::add_profiles;
 use super::bars::Bars;
 use super::items::{self, must_have_address};
-use super::sampled;
-use super::show::{Show, of_report};
+use super::show::{Show, of_report, sampled};
 use crate::cli::SendArgs;
 use crate::{failure, flock, out};
 

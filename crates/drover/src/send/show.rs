@@ -17,7 +17,7 @@ use super::bars::Bars;
 use crate::out;
 
 /// How often the progress is sampled.
-pub const SAMPLE_EVERY: Duration = Duration::from_millis(100);
+const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 
 /// Interval of progress events with `--json`.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
@@ -442,6 +442,18 @@ impl Show {
 
     fn progress(&self) -> std::sync::MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits for what is sent, and shows how it goes meanwhile.
+pub async fn sampled<T>(sending: impl Future<Output = T>, shows: &[Arc<Show>]) -> T {
+    tokio::pin!(sending);
+    let mut samples = tokio::time::interval(SAMPLE_EVERY);
+    loop {
+        tokio::select! {
+            sent = &mut sending => return sent,
+            _ = samples.tick() => shows.iter().for_each(|show| show.sample()),
+        }
     }
 }
 
