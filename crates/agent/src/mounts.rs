@@ -3,7 +3,7 @@
 //! - `target`: what is mounted, where an NBD server listens, what is prefetched.
 //! - `record`: the durable record of a mount, for recovery after a crash.
 //! - `start`: starts the mount daemon; `daemon`: the daemon itself.
-//! - `disk`: opens a target as a block device: `local` for local paths, `connector` and `site_images` for images;
+//! - `disk`: opens a target as a block device: `local` for local paths, `snapshots` for those of vaults, `connector` and `site_images` for images;
 //!   `front`: exposes the device as a file, over NBD or as a kernel block device.
 //! - `kernel`: kernel block devices, and the guard process that detaches them after a crash.
 //! - `moving`: moves a disk to another site while it is used. `of_machine`: disks of machines that are mounts.
@@ -36,6 +36,7 @@ mod profiling;
 mod record;
 mod replicating;
 mod site_images;
+mod snapshots;
 mod standby;
 mod start;
 mod status;
@@ -66,6 +67,7 @@ pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use replicating::{ReplicateDisk, Replicating, RoundDone, replicate_disk};
 pub use site_images::{OwnConnector, Receiving, limited_server, own, site_server};
 pub(crate) use site_images::{open_disk, was_changed};
+pub use snapshots::resolve;
 pub use status::{DiskStatus, MountState, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
 

@@ -25,6 +25,7 @@ impl From<VaultError> for Error {
             | VaultError::NoSnapshot { .. }
             | VaultError::Exists(_)
             | VaultError::NotEmpty(_)
+            | VaultError::Held { .. }
             | VaultError::Unconditional(_) => Error::refused(error.to_string()),
             VaultError::Ambiguous { .. } | VaultError::BadReference(_) => {
                 Error::usage(error.to_string())
@@ -89,12 +90,20 @@ fn record(home: &Home) -> PathBuf {
 /// # Errors
 /// When there is none, or several and none was chosen; when it cannot be opened.
 pub fn open(chosen: Option<&Path>, home: impl FnOnce() -> Result<Home>) -> Result<Vault> {
+    Ok(Vault::open(&find(chosen, home)?)?)
+}
+
+/// The vault at `chosen`, with an absolute path, else the only one of the home, which is only asked for then.
+///
+/// # Errors
+/// When there is none, or several and none was chosen.
+pub fn find(chosen: Option<&Path>, home: impl FnOnce() -> Result<Home>) -> Result<PathBuf> {
     if let Some(path) = chosen {
-        return Ok(Vault::open(path)?);
+        return Ok(std::path::absolute(path)?);
     }
     let known = known(&home()?)?;
     match known.as_slice() {
-        [only] => Ok(Vault::open(only)?),
+        [only] => Ok(only.clone()),
         [] => Err(Error::refused(
             "this site has no vault; `drover vault init DIR` creates one, --vault names another",
         )),

@@ -10,7 +10,9 @@ use anyhow::{Context, Result};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::metrics::of_mounts;
-use drover_agent::mounts::{self, ANSWER_LIMIT, Front, How, Listen, Process, Target, all};
+use drover_agent::mounts::{
+    self, ANSWER_LIMIT, Front, How, Listen, LocalDisk, Process, Target, all,
+};
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -106,10 +108,10 @@ pub async fn launch(home: &Home, args: LaunchArgs, verbose: u8) -> Result<()> {
     };
     let options = args.options();
     let image: Target = args.image.as_str().parse().map_err(usage)?;
-    let images = options.in_domain(vec![image])?;
+    let images = resolved(home, &options, vec![image]).await?;
     let mut how = options.of(&images)?;
-    how.launch = true;
-    if let Some(limit) = args.wait {
+    how.launch = images[0].is_own();
+    if let Some(limit) = args.wait.filter(|_| how.launch) {
         mounts::wait_for(home, &images[0], limit).await?;
     }
     begin_as(home, images, front, how, &daemon, verbose).await
@@ -162,6 +164,24 @@ pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
     .await
 }
 
+/// The disks: those of this site in the domain that was named, and snapshots found in their vault.
+async fn resolved(home: &Home, options: &OptionArgs, images: Vec<Target>) -> Result<Vec<Target>> {
+    let images = options.in_domain(images)?;
+    let (home, vault) = (home.clone(), options.vault.vault.clone());
+    let resolve = move || -> Result<Vec<Target>, Error> {
+        let found = images.into_iter();
+        found
+            .map(|image| mounts::resolve(&home, image, vault.as_deref()))
+            .collect()
+    };
+    let images = tokio::task::spawn_blocking(resolve).await??;
+    let is_snapshot = |i: &Target| matches!(i.local, Some(LocalDisk::Snapshot { .. }));
+    match options.vault.vault.is_none() || images.iter().any(is_snapshot) {
+        true => Ok(images),
+        false => Err(usage("--vault is for snapshots: NAME@TIME, NAME@latest")),
+    }
+}
+
 /// Starts a mount in this process or in a daemon.
 async fn begin(
     home: &Home,
@@ -171,7 +191,7 @@ async fn begin(
     daemon: &DaemonArgs,
     verbose: u8,
 ) -> Result<()> {
-    let images = options.in_domain(images)?;
+    let images = resolved(home, &options, images).await?;
     let how = options.of(&images)?;
     begin_as(home, images, front, how, daemon, verbose).await
 }

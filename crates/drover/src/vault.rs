@@ -231,6 +231,7 @@ pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
 
 /// The snapshots that `forget` is about to delete.
 fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotId>> {
+    let held = vault.held().map_err(Error::from)?;
     let mut ids = Vec::new();
     let mut machines = Vec::new();
     for name in &args.names {
@@ -261,13 +262,18 @@ fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotI
         }
         let times: Vec<i64> = entries.iter().map(|e| e.id.time).collect();
         let kept = keep.decide(&times);
-        ids.extend(
-            entries
-                .into_iter()
-                .zip(kept)
-                .filter(|(_, k)| !k)
-                .map(|(e, _)| e.id),
-        );
+        let due = entries.into_iter().zip(kept).filter(|(_, kept)| !kept);
+        for (entry, _) in due {
+            // One of many, perhaps by a timer: it is deleted the next time. One that is named is refused.
+            match held.iter().find(|held| held.id == entry.id) {
+                Some(held) => out::note(&format!(
+                    "drover: {} is kept: it is mounted as {}",
+                    clean(&entry.id.to_string()),
+                    clean(&held.holder)
+                )),
+                None => ids.push(entry.id),
+            }
+        }
     }
     ids.sort();
     ids.dedup();
@@ -282,6 +288,7 @@ fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
         monthly: args.keep_monthly,
     };
     let ids = chosen(vault, args, &keep)?;
+    vault.check_free(&ids).map_err(Error::from)?;
     let freed = vault.would_free(&ids).map_err(Error::from)?;
     if !args.dry_run && !ids.is_empty() {
         if !args.json {

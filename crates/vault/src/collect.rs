@@ -154,8 +154,9 @@ impl Vault {
     /// [`Vault::collect`], after a grace.
     ///
     /// # Errors
-    /// As [`Vault::would_free`].
+    /// [`VaultError::Held`] if one of them is in use, and as [`Vault::would_free`]; then none is forgotten.
     pub fn forget(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
+        self.check_free(ids)?;
         let freed = self.would_free(ids)?;
         for id in ids {
             self.put_own(&id.tombstone(), b"forgotten".to_vec())?;
@@ -183,8 +184,8 @@ impl Vault {
             i128::from(now) - i128::from(modified) >= than.as_millis() as i128
         };
         let mut done = Collected::default();
-        self.bury(&mut done, |modified| older(modified, grace))?;
         let silent = |modified| older(modified, MAX_SILENCE);
+        self.bury(&mut done, |modified| older(modified, grace), silent)?;
         let live = self.claims(silent)?;
         self.abort(&mut done, &live, silent)?;
         self.drop_superseded()?;
@@ -254,9 +255,18 @@ impl Vault {
     }
 
     /// Removes the objects of snapshots that were forgotten long enough ago, the tombstone last.
-    fn bury(&self, done: &mut Collected, due: impl Fn(i64) -> bool) -> Result<()> {
-        for object in self.objects.list("forgotten")? {
-            let Some(id) = SnapshotId::of_key(&object.key).filter(|_| due(object.modified_ms))
+    fn bury(
+        &self,
+        done: &mut Collected,
+        due: impl Fn(i64) -> bool,
+        silent: impl Fn(i64) -> bool,
+    ) -> Result<()> {
+        let forgotten = self.objects.list("forgotten")?;
+        // Only now: one who does not find the tombstone has said before that he holds the snapshot.
+        let held = self.held_ids(silent)?;
+        for object in forgotten {
+            let Some(id) = SnapshotId::of_key(&object.key)
+                .filter(|id| due(object.modified_ms) && !held.contains(id))
             else {
                 continue;
             };
@@ -493,6 +503,7 @@ impl Vault {
             "hooks",
             "forgotten",
             "claims",
+            "held",
             "marks",
         ] {
             let listed = self.objects.list(kind)?;

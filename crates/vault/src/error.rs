@@ -79,6 +79,16 @@ pub enum VaultError {
         /// What there is instead, as the end of the sentence.
         hint: String,
     },
+    /// It cannot be forgotten.
+    #[error(
+        "{snapshot} is in use, mounted as {holder}; it is not forgotten before that ends (`drover unmount`)"
+    )]
+    Held {
+        /// The snapshot.
+        snapshot: String,
+        /// Who uses it.
+        holder: String,
+    },
     /// Several snapshots match.
     #[error("{wanted} is ambiguous; it could be {candidates}")]
     Ambiguous {

@@ -4,7 +4,7 @@ use drover_core::{Digest, put_varint};
 
 use crate::container::{GROUP_BLOCKS, Head, reseal_for_fuzzing};
 use crate::recipe::{PAGE_BLOCKS, Page, RecipeHead, head_for_fuzzing};
-use crate::record::{HookRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing};
+use crate::record::{HolderRecord, HookRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing};
 use crate::uses::{Uses, uses_for_fuzzing};
 
 /// A container: its head, and every group that it says it has.
@@ -66,6 +66,7 @@ pub fn records(bytes: &[u8]) {
     for sealed in seal_all_for_fuzzing(bytes) {
         let _ = VaultRecord::decode(&sealed);
         let _ = HookRecord::decode(&sealed);
+        let _ = HolderRecord::decode(&sealed);
         if let Ok(record) = SnapshotRecord::decode(&sealed) {
             assert_eq!(SnapshotRecord::decode(&record.encode()), Ok(record));
         }

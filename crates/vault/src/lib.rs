@@ -1,8 +1,8 @@
 //! The vault: snapshots of disk images in an object store, deduplicated across all machines.
 //!
 //! A [`Vault`] stands on [`Objects`], which write once: [`Vault::backup`] makes a snapshot, [`Vault::open_snapshot`]
-//! reads one, [`Vault::restore`] writes it to a file, [`Vault::forget`] and [`Vault::collect`] delete, [`Vault::check`]
-//! verifies. What is stored, and why no crash and no concurrent deletion loses anything, is in
+//! reads one, [`Vault::restore`] writes it to a file, [`Vault::hold`] keeps one, [`Vault::forget`] and
+//! [`Vault::collect`] delete, [`Vault::check`] verifies. What is stored, and why no crash and no concurrent deletion loses anything, is in
 //! `docs/format/vault.md`.
 //!
 //! What must not live here: the command line, networking, unsafe code, and image formats (those are in `image`).
@@ -35,6 +35,7 @@ mod error;
 mod file;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod hold;
 mod index;
 mod keep;
 mod lru;
@@ -58,11 +59,12 @@ pub use collect::{Collected, Forgotten, Stats};
 pub use container::{ContainerId, SessionId};
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
+pub use hold::{Held, Hold};
 pub use keep::Keep;
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
 pub use recipe::{Page, RecipeError, RecipeHead};
-pub use record::{HookRecord, Made, RecordError, SnapshotRecord, VaultRecord};
+pub use record::{HolderRecord, HookRecord, Made, RecordError, SnapshotRecord, VaultRecord};
 pub use restore::{RestoreProgress, Restored};
 pub use snapshot::Snapshot;
 pub use uses::{Uses, UsesError};

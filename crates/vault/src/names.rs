@@ -88,7 +88,8 @@ impl fmt::Display for Machine {
 }
 
 /// One snapshot: of which machine, when (whole seconds, UTC), by which session.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct SnapshotId {
     /// The machine.
     pub machine: Machine,
@@ -161,6 +162,21 @@ impl SnapshotId {
     #[must_use]
     pub fn when(&self) -> String {
         Timestamp::from_second(self.time).map_or_else(|_| "?".into(), |t| t.to_string())
+    }
+}
+
+impl TryFrom<String> for SnapshotId {
+    type Error = &'static str;
+    fn try_from(suffix: String) -> Result<Self, &'static str> {
+        let key = format!("snapshots/{suffix}");
+        let id = SnapshotId::of_key(&key).filter(|id| id.record() == key);
+        id.ok_or("it names no snapshot")
+    }
+}
+
+impl From<SnapshotId> for String {
+    fn from(id: SnapshotId) -> String {
+        id.suffix()
     }
 }
 
@@ -279,6 +295,10 @@ mod tests {
             assert_eq!(SnapshotId::of_key(&key).as_ref(), Some(&id), "{key}");
         }
         assert_eq!(id.when(), "2026-11-20T10:00:00Z");
+        assert_eq!(SnapshotId::try_from(id.suffix()).as_ref(), Ok(&id));
+        for bad in [id.suffix() + "/x", id.suffix() + "0", "web".into()] {
+            assert!(SnapshotId::try_from(bad).is_err());
+        }
         let key = container_key(&id.machine, ContainerId(5), 2);
         assert_eq!(
             parse_container_key(&key),

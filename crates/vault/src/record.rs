@@ -31,6 +31,12 @@ const HOOKS: Envelope = Envelope {
     max_bytes: MAX_HOOKS_BYTES,
 };
 
+const HOLDER: Envelope = Envelope {
+    magic: *b"DRVRHLD\0",
+    version: 1,
+    max_bytes: MAX_RECORD_BYTES,
+};
+
 /// Why bytes are no record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
@@ -59,8 +65,8 @@ pub(crate) fn unpack(packed: &[u8], raw: usize) -> Option<Vec<u8>> {
 
 /// A body in the envelope of each kind.
 #[cfg(fuzzing)]
-pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 3] {
-    [VAULT, SNAPSHOT, HOOKS].map(|kind| kind.seal(body))
+pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 4] {
+    [VAULT, SNAPSHOT, HOOKS, HOLDER].map(|kind| kind.seal(body))
 }
 
 fn encode<T: Serialize>(kind: Envelope, value: &T) -> Vec<u8> {
@@ -181,6 +187,29 @@ impl HookRecord {
     }
 }
 
+/// Who holds a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HolderRecord {
+    /// As a person knows it.
+    pub holder: String,
+}
+
+impl HolderRecord {
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(HOLDER, self)
+    }
+
+    /// Reads a holder.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        decode(HOLDER, bytes)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -213,9 +242,10 @@ mod tests {
     proptest! {
         #[test]
         fn hostile_records(body in proptest::collection::vec(any::<u8>(), 0..80)) {
-            for kind in [VAULT, SNAPSHOT, HOOKS] {
+            for kind in [VAULT, SNAPSHOT, HOOKS, HOLDER] {
                 let bytes = kind.seal(&body);
                 let _ = (VaultRecord::decode(&bytes), SnapshotRecord::decode(&bytes), HookRecord::decode(&bytes));
+                let _ = HolderRecord::decode(&bytes);
             }
         }
     }

@@ -21,7 +21,7 @@ pub(crate) const MAX_WAITING_GROUPS: usize = 32;
 /// Most threads that compress.
 pub(crate) const MAX_SEALERS: usize = 4;
 /// A session says that it lives at least this often.
-const CLAIM_EVERY: Duration = Duration::from_secs(3600);
+pub(crate) const CLAIM_EVERY: Duration = Duration::from_secs(3600);
 
 /// A container whose groups are being compressed.
 pub(crate) struct Assembly {

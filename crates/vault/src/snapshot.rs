@@ -59,11 +59,7 @@ impl Vault {
     /// [`VaultError::NoSnapshot`]; damage; errors of the store.
     pub fn open_snapshot(&self, id: &SnapshotId) -> Result<Snapshot> {
         let Some(SnapshotRecord::Made(record)) = self.record_of(id)? else {
-            return Err(VaultError::NoSnapshot {
-                wanted: id.to_string(),
-                vault: self.place(),
-                hint: String::new(),
-            });
+            return Err(self.no_snapshot(id));
         };
         let key = id.recipe();
         let bytes = self.objects.get(&key)?.ok_or_else(|| VaultError::Missing {

@@ -29,6 +29,7 @@ pub struct Entry {
 }
 
 /// A vault; see the crate's documentation. Any number of processes, on any number of hosts, may use one at once.
+#[derive(Clone)]
 pub struct Vault {
     pub(crate) objects: Arc<dyn Objects>,
     record: VaultRecord,
@@ -219,6 +220,14 @@ impl Vault {
             wanted: wanted.to_string(),
             vault: self.place(),
             hint,
+        }
+    }
+
+    pub(crate) fn no_snapshot(&self, id: &SnapshotId) -> VaultError {
+        VaultError::NoSnapshot {
+            wanted: id.to_string(),
+            vault: self.place(),
+            hint: String::new(),
         }
     }
 

@@ -13,6 +13,7 @@ use super::lease::Lease;
 use super::left::{Keeps, Left, Unnotified};
 use super::leftovers;
 use super::record::{Place, Record};
+use super::snapshots;
 use super::target::Prefetch;
 use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
@@ -69,7 +70,8 @@ pub async fn end(
     record.how.record = None;
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
-        if image.local.is_some() {
+        if let Some(disk) = &image.local {
+            snapshots::let_go(disk, mount_id(&record, index)).await;
             // Writes to a local disk are already in it, and its lock was released when the process died.
             continue;
         }

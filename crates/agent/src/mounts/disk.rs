@@ -30,6 +30,7 @@ use super::left::{Keeps, Unnotified};
 use super::profiling::{self, Coming};
 use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
+use super::snapshots::Holder;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
 use super::{known, launches, local};
@@ -76,7 +77,7 @@ pub struct Disk {
 }
 
 enum Kind {
-    /// A local file or directory, or an NBD server's export, outside any site; locked until it is closed.
+    /// A local file or directory, an NBD server's export, or a snapshot, outside any site; locked until it is closed.
     Local(local::Lock),
     /// No cache: every request goes to the site that has the image.
     Direct(Arc<Client>),
@@ -137,7 +138,8 @@ impl Disk {
         let mode = mode(image, how);
         if let Some(disk) = &image.local {
             let (home, disk, how) = (home.clone(), disk.clone(), how.clone());
-            let open = move || local::open(&home, &disk, &how);
+            let mount = Holder::new(&record.name, mount_id(record, index));
+            let open = move || local::open(&home, &disk, &how, &mount);
             let (device, lock) = tokio::task::spawn_blocking(open).await??;
             return Ok(Disk::new(image, mode, device, Kind::Local(lock)));
         }

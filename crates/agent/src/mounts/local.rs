@@ -1,5 +1,5 @@
-//! Local files and directories, and exports of NBD servers, as disks. Reads and writes go directly to them: there is no
-//! overlay, no cache and no lease; a lock prevents a second mount of a file or directory.
+//! Local files and directories, exports of NBD servers, and snapshots of vaults ([`super::snapshots`]), as disks. Reads
+//! and writes go directly to them: there is no cache and no lease; a lock prevents a second mount of a file or directory.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io;
@@ -17,8 +17,10 @@ use drover_image::VirtualDisk;
 use drover_net::DEFAULT_DOMAIN;
 use drover_storage::HostDirectory;
 use drover_store::Catalog;
+use drover_vault::Hold;
 
 use super::record::{How, Place};
+use super::snapshots::{self, Holder};
 use super::target::LocalDisk;
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
@@ -133,6 +135,8 @@ pub enum Lock {
     Directory(Arc<DirectoryDevice>),
     /// No lock: who may connect is the server's affair.
     Server(Arc<NbdDevice>),
+    /// A snapshot is held in its vault. Its changes are locked while the device is open.
+    Snapshot(Hold),
 }
 
 impl Lock {
@@ -146,13 +150,14 @@ impl Lock {
             }
             Lock::Directory(device) => device.unlock(),
             Lock::Server(_) => {}
+            Lock::Snapshot(hold) => hold.release(),
         }
     }
 
     /// Why the disk can no longer be used, if it cannot.
     pub fn trouble(&self) -> Option<DeviceError> {
         match self {
-            Lock::File(_) | Lock::Directory(_) => None,
+            Lock::File(_) | Lock::Directory(_) | Lock::Snapshot(_) => None,
             Lock::Server(device) => device.ended(),
         }
     }
@@ -162,7 +167,12 @@ impl Lock {
 ///
 /// # Errors
 /// When the disk does not exist, has another type, size or chunk size, is already mounted, or its server refuses.
-pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDevice>, Lock)> {
+pub fn open(
+    home: &Home,
+    disk: &LocalDisk,
+    how: &How,
+    mount: &Holder,
+) -> Result<(Arc<dyn BlockDevice>, Lock)> {
     let (stack, lock) = match disk {
         LocalDisk::File(path) => {
             let file = open_file(home, disk, path, how.read_only)?;
@@ -181,6 +191,10 @@ pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDe
                 alignment => stack.chunked(alignment.max(4096)),
             };
             (stack, Lock::Server(device))
+        }
+        LocalDisk::Snapshot { vault, id } => {
+            let (device, hold) = snapshots::open(home, vault, id, how, mount)?;
+            (Stack::over(device), Lock::Snapshot(hold))
         }
     };
     Ok((stack.build()?.device, lock))

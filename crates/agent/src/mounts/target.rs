@@ -7,10 +7,12 @@ use std::str::FromStr;
 
 use drover_core::ImageName;
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
+use drover_vault::{Reference, SnapshotId};
 use serde::{Deserialize, Serialize};
 
 /// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), a local disk outside any site
-/// (`file:PATH`, `dir:PATH`), or an export of an NBD server (`nbd://...`, `nbd+unix://...`).
+/// (`file:PATH`, `dir:PATH`), an export of an NBD server (`nbd://...`, `nbd+unix://...`), or a snapshot in a vault
+/// (`NAME@TIME`, which is parsed as an image of this site).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; `None` for this site.
@@ -33,7 +35,7 @@ impl Target {
     }
 }
 
-/// A local disk, served directly: without an overlay, a cache or a lease. Paths are absolute.
+/// A local disk, served directly: without a cache or a lease. Paths are absolute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LocalDisk {
@@ -43,14 +45,21 @@ pub enum LocalDisk {
     Dir(PathBuf),
     /// An export of an NBD server.
     Nbd(NbdAddress),
+    /// A snapshot; what is written is kept beside this site's images.
+    Snapshot {
+        /// The vault.
+        vault: PathBuf,
+        /// Which of its snapshots.
+        id: SnapshotId,
+    },
 }
 
 impl LocalDisk {
-    /// The file or directory; none for an export of a server.
+    /// The file or directory; none for an export of a server, or a snapshot.
     pub fn path(&self) -> Option<&Path> {
         match self {
             LocalDisk::File(path) | LocalDisk::Dir(path) => Some(path),
-            LocalDisk::Nbd(_) => None,
+            LocalDisk::Nbd(_) | LocalDisk::Snapshot { .. } => None,
         }
     }
 
@@ -60,6 +69,7 @@ impl LocalDisk {
             LocalDisk::File(_) => "file",
             LocalDisk::Dir(_) => "directory",
             LocalDisk::Nbd(_) => "nbd",
+            LocalDisk::Snapshot { .. } => "snapshot",
         }
     }
 }
@@ -70,6 +80,7 @@ impl fmt::Display for LocalDisk {
             LocalDisk::File(path) => write!(f, "file:{}", path.display()),
             LocalDisk::Dir(path) => write!(f, "dir:{}", path.display()),
             LocalDisk::Nbd(address) => address.fmt(f),
+            LocalDisk::Snapshot { id, .. } => id.fmt(f),
         }
     }
 }
@@ -82,6 +93,10 @@ impl FromStr for Target {
             Some(("file", path)) => return local(LocalDisk::File, path),
             Some(("dir", path)) => return local(LocalDisk::Dir, path),
             Some((_, rest)) if rest.starts_with("//") => return nbd(text),
+            // A time has colons, but no name of a peer an `@`.
+            Some((before, _)) if before.contains('@') && Reference::parse(text).is_some() => {
+                (None, text)
+            }
             Some((peer, image)) => {
                 drover_store::peer_name::check(peer)?;
                 (Some(peer.to_owned()), image)
@@ -89,7 +104,9 @@ impl FromStr for Target {
             None => (None, text),
         };
         ImageName::new(image).map_err(|e| {
-            format!("{e}; expected PEER:IMAGE, IMAGE, file:PATH, dir:PATH or nbd://HOST/EXPORT")
+            format!(
+                "{e}; expected PEER:IMAGE, IMAGE, NAME@TIME, file:PATH, dir:PATH or nbd://HOST/EXPORT"
+            )
         })?;
         Ok(Target {
             peer,
@@ -256,7 +273,21 @@ mod tests {
         assert_eq!(there.to_string(), "lyon:web.qcow2");
         let here: Target = "web.qcow2".parse().unwrap();
         assert_eq!((here.peer, here.image.as_str()), (None, "web.qcow2"));
-        for bad in ["lyon:", ":x", "lyon:../x", "a/b", "", "ly on:x"] {
+        for time in ["web@latest", "web@2026-11-20T10:00:00Z"] {
+            let snapshot: Target = time.parse().unwrap();
+            assert_eq!((snapshot.peer, snapshot.image.as_str()), (None, time));
+        }
+        let there: Target = "lyon:web@2026-11-20T10:00:00Z".parse().unwrap();
+        assert_eq!(there.peer.as_deref(), Some("lyon"));
+        for bad in [
+            "web@lyon:x.raw",
+            "lyon:",
+            ":x",
+            "lyon:../x",
+            "a/b",
+            "",
+            "ly on:x",
+        ] {
             assert!(bad.parse::<Target>().is_err(), "{bad}");
         }
     }

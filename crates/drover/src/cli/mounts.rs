@@ -11,6 +11,7 @@ use drover_core::ImageName;
 use drover_store::domain;
 
 use super::values::{DomainArg, image_name};
+use super::vault::VaultOption;
 
 /// The size of a disk is a multiple of this, as front ends count in sectors.
 const SECTOR: u64 = 512;
@@ -33,6 +34,7 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
+  drover mount web@2026-11-20 /mnt/old --read-only     a snapshot (see `drover snapshots`)
   drover mount lyon:web.qcow2 /mnt/web --wait-local 20%           returns when a fifth of it is here
   drover mount lyon:db.raw /mnt/db --standby           waits until another mount of it hands over
   drover mount lyon:db.raw /mnt/db --lease 1h          another mount may take over after an hour without contact
@@ -40,8 +42,8 @@ Examples:
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct MountArgs {
-    /// Disk to mount: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// Disk to mount: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
@@ -70,6 +72,7 @@ Examples:
   qemu-system-x86_64 -drive file=nbd:unix:/run/web.sock,if=virtio,format=raw
   drover export lyon:web.qcow2 lyon:db.qcow2 --nbd unix:/run/lyon.sock --read-only
   drover export web.qcow2 --nbd unix:/run/web.sock     an image of this site
+  drover export web@latest --nbd unix:/run/old.sock    a snapshot, writable over it
   drover export file:/srv/disk.raw --nbd unix:/run/disk.sock
   drover export dir:/srv/disk --size 20G --nbd unix:/run/disk.sock
   drover export lyon:web.qcow2 --nbd 0.0.0.0:10809 --tls-certificates /etc/pki/nbd
@@ -77,8 +80,8 @@ Examples:
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct ExportArgs {
-    /// Disks to export: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// Disks to export: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(required = true, value_name = "DISK")]
     pub images: Vec<Target>,
     /// Address to listen on: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
@@ -101,12 +104,12 @@ pub struct ExportArgs {
     pub json: bool,
 }
 
-/// Use an image of this site while it is still being sent here
+/// Use an image of this site while it is still being sent here, or a snapshot
 ///
 /// A machine can boot from the image at once: what is here is read, what is missing is asked for ahead of everything else that is
 /// sent, and waited for. Writes are kept beside the image as those of mounts are (see `drover changes`): in the end the image is
 /// delivered as it was sent, and they lie over it. If the connection to the source is lost, reads of what is not here are
-/// held until the image is sent again; `drover mounts` tells. An image that is complete is mounted or exported as by `drover mount` and
+/// held until the image is sent again; `drover mounts` tells. An image that is complete, or a snapshot in a vault, is mounted or exported as by `drover mount` and
 /// `drover export`. An image that is being used cannot be replaced, nor its transfer be removed.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -117,11 +120,12 @@ Examples:
   drover launch web.qcow2 /mnt/web                     /mnt/web is a raw disk
   drover launch web.qcow2 /mnt/web --device            prints /dev/loop0
   drover launch web.qcow2 /mnt/web --wait 5m           wait until its transfer begins
+  drover launch web@latest --nbd unix:/run/web.sock    a machine boots from a snapshot, writable over it
   drover mounts                                        how much is here, what is waited for
   drover unmount /mnt/web")]
 pub struct LaunchArgs {
-    /// Image that is being sent to this site, or has been
-    #[arg(value_name = "IMAGE", value_parser = image_name)]
+    /// Image that is being sent to this site, or has been; or NAME@TIME, a snapshot in a vault
+    #[arg(value_name = "IMAGE|NAME@TIME", value_parser = image_name)]
     pub image: ImageName,
     /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
     #[arg(value_hint = ValueHint::AnyPath, required_unless_present = "nbd", conflicts_with = "nbd")]
@@ -157,6 +161,8 @@ pub struct LaunchArgs {
     /// Domain of the image [default: default]
     #[arg(long, value_name = "NAME", value_parser = domain::check)]
     pub domain: Option<String>,
+    #[command(flatten)]
+    pub vault: VaultOption,
     /// Print one JSON object when ready
     #[arg(long)]
     pub json: bool,
@@ -169,6 +175,7 @@ impl LaunchArgs {
         OptionArgs {
             read_only: self.read_only,
             domain: self.domain.clone(),
+            vault: self.vault.clone(),
             ..OptionArgs::default()
         }
     }
@@ -189,8 +196,8 @@ Examples:
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct AttachArgs {
-    /// Disk to attach: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host; nbd://HOST/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// Disk to attach: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// Kernel driver to use
@@ -284,6 +291,8 @@ pub struct OptionArgs {
     /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
+    #[command(flatten)]
+    pub vault: VaultOption,
 }
 
 impl OptionArgs {
@@ -405,9 +414,16 @@ impl OptionArgs {
             (LocalDisk::Nbd(_), _, Some(_)) => Err(format!(
                 "--size cannot be used with {disk}, which has the size that its server says"
             )),
-            (LocalDisk::File(_) | LocalDisk::Nbd(_), Some(_), _) if local => Err(format!(
-                "--chunk cannot be used with {disk}, which has no chunks"
+            (LocalDisk::Snapshot { .. }, _, Some(_)) => Err(format!(
+                "--size cannot be used with {disk}, which has the size that it was made with"
             )),
+            (LocalDisk::File(_) | LocalDisk::Nbd(_) | LocalDisk::Snapshot { .. }, Some(_), _)
+                if local =>
+            {
+                Err(format!(
+                    "--chunk cannot be used with {disk}, which has no chunks"
+                ))
+            }
             (LocalDisk::Dir(_), _, Some(size)) if size == 0 || size % SECTOR != 0 => Err(format!(
                 "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
             )),
@@ -487,7 +503,7 @@ pub struct UnmountArgs {
 /// List mounts and their sync progress, or list and revoke leases
 ///
 /// A mount is a disk in use on this host, by mount, export or attach. MODE is managed (with a cache), direct, own (an image of this
-/// site), launched (one that is still being sent here), file or directory. STATE is up, standing by, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
+/// site), launched (one that is still being sent here), snapshot, file or directory. STATE is up, standing by, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
 /// responding, or damaged; STATUS is the sync progress, or what is wrong. A lease is the right of a mount, on any host, to use an image of this site: one write
 /// lease, or any number of read leases.
 #[derive(Debug, Args)]

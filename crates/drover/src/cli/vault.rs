@@ -8,7 +8,7 @@ use drover_agent::text;
 use drover_vault::{Machine, Reference};
 
 /// Which vault.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Default, Args)]
 pub struct VaultOption {
     /// Directory of the vault [default: the only one that was created from this site]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]

@@ -20,6 +20,7 @@ mod nbd;
 mod proxy;
 mod random;
 mod replaced;
+mod snapshots;
 mod standby;
 
 use std::fs::{self, File};

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use super::*;
+use crate::SessionId;
 
 /// What was acknowledged and not forgotten.
 type Kept = Vec<(crate::SnapshotId, Vec<u32>)>;
@@ -15,7 +16,9 @@ struct World {
     dir: PathBuf,
     rng: Mutex<fastrand::Rng>,
     kept: Mutex<Kept>,
-    counts: Mutex<[u64; 4]>,
+    /// What is held, whether or not it is forgotten meanwhile.
+    held: Mutex<Vec<(crate::Hold, crate::SnapshotId, Vec<u32>)>>,
+    counts: Mutex<[u64; 5]>,
     /// How many hosts are interrupted by the one that runs.
     depth: AtomicUsize,
 }
@@ -44,10 +47,15 @@ impl World {
 
     /// One host does something.
     fn act(self: &Arc<Self>) {
-        let what = self.below(10);
+        let what = self.below(12);
         match what {
             0..4 => self.make(),
             4..6 => self.forget(),
+            6 => self.hold(),
+            7 => drop({
+                let mut held = self.held.lock();
+                held.pop()
+            }),
             _ => {
                 let grace = [Duration::ZERO, Duration::from_secs(60)][self.below(2)];
                 self.vault().collect(grace, &mut |_| {}).unwrap();
@@ -91,16 +99,39 @@ impl World {
                 return;
             }
             let at = self.below(kept.len());
-            kept.swap_remove(at).0
+            kept.swap_remove(at)
         };
-        self.vault().forget(&[chosen]).unwrap();
-        self.counts.lock()[1] += 1;
+        match self.vault().forget(std::slice::from_ref(&chosen.0)) {
+            Ok(_) => self.counts.lock()[1] += 1,
+            Err(VaultError::Held { .. }) => self.kept.lock().push(chosen),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn hold(self: &Arc<Self>) {
+        let chosen = {
+            let kept = self.kept.lock();
+            if kept.is_empty() {
+                return;
+            }
+            kept[self.below(kept.len())].clone()
+        };
+        let session = SessionId(self.below(1 << 39) as u64 + 1);
+        match self.vault().hold(&chosen.0, session, "a mount") {
+            Ok(hold) => {
+                self.held.lock().push((hold, chosen.0, chosen.1));
+                self.counts.lock()[4] += 1;
+            }
+            // Forgotten meanwhile.
+            Err(VaultError::NoSnapshot { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
     }
 }
 
 #[test]
 fn a_snapshot_that_was_acknowledged_is_never_hollow() {
-    let mut total = [0; 4];
+    let mut total = [0; 5];
     for seed in 0..12 {
         let setting = Setting::new();
         let world = Arc::new(World {
@@ -108,6 +139,7 @@ fn a_snapshot_that_was_acknowledged_is_never_hollow() {
             dir: setting.dir.path().to_path_buf(),
             rng: Mutex::new(fastrand::Rng::with_seed(seed)),
             kept: Mutex::default(),
+            held: Mutex::default(),
             counts: Mutex::default(),
             depth: AtomicUsize::new(0),
         });
@@ -120,13 +152,20 @@ fn a_snapshot_that_was_acknowledged_is_never_hollow() {
                 let got = got.unwrap_or_else(|e| panic!("seed {seed}: {id}: {e}"));
                 assert!(got == disk(blocks), "seed {seed}: {id}");
             }
+            for (_, id, blocks) in world.held.lock().iter() {
+                let got = content(&vault, id);
+                let got = got.unwrap_or_else(|e| panic!("seed {seed}: {id}, held: {e}"));
+                assert!(got == disk(blocks), "seed {seed}: {id}, held");
+            }
         }
+        let held = std::mem::take(&mut *world.held.lock());
+        drop(held);
         let counts = *world.counts.lock();
         total.iter_mut().zip(counts).for_each(|(t, c)| *t += c);
     }
     println!(
-        "{} snapshots, {} forgotten, {} collections, {} backups overtaken for good",
-        total[0], total[1], total[2], total[3]
+        "{} snapshots, {} forgotten, {} collections, {} backups overtaken for good, {} held",
+        total[0], total[1], total[2], total[3], total[4]
     );
-    assert!(total[0] > 10 && total[1] > 4 && total[2] > 10);
+    assert!(total[0] > 10 && total[1] > 4 && total[2] > 10 && total[4] > 4);
 }

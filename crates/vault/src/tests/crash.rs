@@ -33,8 +33,9 @@ fn settles(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
     for days in [0, 2, 9] {
         objects.advance(DAY * days);
         vault.collect(Duration::ZERO, &mut |_| {}).unwrap();
-        is_whole(objects, wanted, maybe, what);
     }
+    // Nothing that a collection did wrong is mended by the next one.
+    is_whole(objects, wanted, maybe, what);
     let leftovers = |kind: &str| vault.ids(kind, None).unwrap();
     let made = vault.snapshots(None).unwrap().0.len();
     assert_eq!(leftovers("uses").len(), made, "{what}");
@@ -62,7 +63,7 @@ fn a_backup_is_stopped_at_every_operation() {
     let first = disk(&(1..600).collect::<Vec<_>>());
     let one = setting.backup("web", &first, 100).unwrap();
     // One container full, one begun.
-    let second = disk(&(300..5000).collect::<Vec<_>>());
+    let second = disk(&(300..4700).collect::<Vec<_>>());
     let path = setting.image("new", &second);
     let mut runs = 0;
     for fault in FAULTS {

@@ -41,7 +41,7 @@ impl Alone {
         mounts[0].clone()
     }
 
-    fn kill_daemon(&self) {
+    pub fn kill_daemon(&self) {
         let process = self.only()["process"].as_u64().unwrap();
         signal(u32::try_from(process).unwrap(), "KILL");
         until("the mount is dead", || self.only()["state"] == "dead");
