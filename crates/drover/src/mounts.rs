@@ -171,7 +171,7 @@ async fn resolved(home: &Home, options: &OptionArgs, images: Vec<Target>) -> Res
     let resolve = move || -> Result<Vec<Target>, Error> {
         let found = images.into_iter();
         found
-            .map(|image| mounts::resolve(&home, image, vault.as_deref()))
+            .map(|image| mounts::resolve(&home, image, vault.as_ref()))
             .collect()
     };
     let images = tokio::task::spawn_blocking(resolve).await??;

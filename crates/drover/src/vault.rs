@@ -8,7 +8,7 @@ use drover_agent::error::Error;
 use drover_agent::home::{Chosen, Home};
 use drover_agent::text::{bytes, clean, count};
 use drover_agent::vaults;
-use drover_vault::{Checking, Entry, Keep, Machine, Reference, SnapshotId, Vault};
+use drover_vault::{Checking, Entry, Keep, Location, Machine, Reference, SnapshotId, Vault};
 use serde_json::{Value, json};
 
 use crate::bar::Bar;
@@ -25,7 +25,7 @@ const EVERY: Duration = Duration::from_secs(1);
 
 fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
     let existing = || Home::existing(Home::locate(home)?);
-    Ok(vaults::open(of.vault.as_deref(), existing)?)
+    Ok(vaults::open(of.vault.as_ref(), existing)?)
 }
 
 /// `drover vault`.
@@ -34,7 +34,7 @@ fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
 /// Those of each command.
 pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
     match args.action {
-        VaultAction::Init { dir, json } => init(home, &dir, json),
+        VaultAction::Init { vault, json } => init(home, vault, json),
         VaultAction::Forget(args) => forget(&open(home, &args.of)?, &args),
         VaultAction::Compact {
             grace,
@@ -47,18 +47,15 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
     }
 }
 
-fn init(home: Option<&Path>, dir: &Path, as_json: bool) -> Result<()> {
+fn init(home: Option<&Path>, vault: Location, as_json: bool) -> Result<()> {
     // With its identity: without one it is no site.
     let (home, _) = Home::init(Home::locate(home)?, &Chosen::default())?;
-    let dir = std::path::absolute(dir)?;
-    Vault::create(&dir).map_err(Error::from)?;
-    vaults::add(&home, &dir)?;
+    let vault = vault.absolute()?;
+    vault.create().map_err(Error::from)?;
+    vaults::add(&home, &vault)?;
     match as_json {
-        true => out::json(&json!({"vault": dir})),
-        false => out::line(&format!(
-            "created the vault {}",
-            clean(&dir.display().to_string())
-        )),
+        true => out::json(&json!({"vault": vault.to_string()})),
+        false => out::line(&format!("created the vault {}", clean(&vault.to_string()))),
     }
 }
 

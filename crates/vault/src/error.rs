@@ -69,6 +69,14 @@ pub enum VaultError {
         "the store of the vault {0} overwrites objects although it is told not to; a vault needs a store with conditional writes"
     )]
     Unconditional(String),
+    /// No object store that can be used.
+    #[error("{url} cannot be used as a vault: {why}")]
+    Unsupported {
+        /// What was given.
+        url: String,
+        /// Why.
+        why: String,
+    },
     /// No snapshot matches.
     #[error("there is no snapshot {wanted} in the vault {vault}{hint}")]
     NoSnapshot {

@@ -29,6 +29,8 @@
 
 mod backup;
 mod check;
+#[cfg(feature = "s3")]
+mod cloud;
 mod collect;
 pub mod container;
 mod error;
@@ -38,6 +40,7 @@ pub mod fuzzing;
 mod hold;
 mod index;
 mod keep;
+mod location;
 mod lru;
 mod names;
 mod objects;
@@ -55,12 +58,15 @@ mod vault;
 
 pub use backup::{Backup, BackupProgress};
 pub use check::{CheckReport, Checking, Problem};
+#[cfg(feature = "s3")]
+pub use cloud::CloudObjects;
 pub use collect::{Collected, Forgotten, Stats};
 pub use container::{ContainerId, SessionId};
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
 pub use hold::{Held, Hold};
 pub use keep::Keep;
+pub use location::Location;
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
 pub use recipe::{Page, RecipeError, RecipeHead};

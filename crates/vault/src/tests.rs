@@ -16,12 +16,12 @@ use crate::{
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-fn machine(name: &str) -> Machine {
+pub(crate) fn machine(name: &str) -> Machine {
     Machine::new(name).unwrap()
 }
 
 /// A disk of `blocks` blocks: of each the number of its content, 0 for zeros.
-fn disk(contents: &[u32]) -> Vec<u8> {
+pub(crate) fn disk(contents: &[u32]) -> Vec<u8> {
     let mut out = vec![0; contents.len() * BLOCK_SIZE];
     for (block, &n) in out.chunks_exact_mut(BLOCK_SIZE).zip(contents) {
         if n != 0 {
@@ -65,7 +65,7 @@ impl Setting {
 }
 
 /// The content of a snapshot, by reads.
-fn content(vault: &Vault, id: &crate::SnapshotId) -> Result<Vec<u8>> {
+pub(crate) fn content(vault: &Vault, id: &crate::SnapshotId) -> Result<Vec<u8>> {
     let file = SnapshotFile::new(vault.open_snapshot(id)?);
     let mut bytes = vec![0; file.len() as usize];
     match file.read_exact_at(&mut bytes, 0) {
@@ -78,7 +78,7 @@ fn content(vault: &Vault, id: &crate::SnapshotId) -> Result<Vec<u8>> {
 }
 
 /// The content of a snapshot, by a restore to a new file; the same as by reads.
-fn restored(vault: &Vault, id: &crate::SnapshotId, dir: &Path) -> Result<Vec<u8>> {
+pub(crate) fn restored(vault: &Vault, id: &crate::SnapshotId, dir: &Path) -> Result<Vec<u8>> {
     let path = dir.join(format!("restored-{:x}", fastrand::u64(..)));
     vault.restore(&vault.open_snapshot(id)?, &path, &mut |_| {})?;
     let bytes = std::fs::read(&path).unwrap();

@@ -2,7 +2,6 @@
 //! images, under the name of the snapshot, and is there again at the next mount (`drover changes` lists it). The
 //! snapshot is held meanwhile: nobody can forget it.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,7 +14,7 @@ use drover_storage::HostDirectory;
 use drover_store::lease::MountId;
 use drover_store::{Catalog, changes};
 use drover_teleport::unfinished;
-use drover_vault::{Hold, Reference, SessionId, SnapshotFile, SnapshotId, Vault};
+use drover_vault::{Hold, Location, Reference, SessionId, SnapshotFile, SnapshotId};
 
 use super::record::How;
 use super::target::{LocalDisk, Target};
@@ -55,7 +54,7 @@ fn session(id: MountId) -> SessionId {
 ///
 /// # Errors
 /// When there is no such snapshot, or several; when a vault or the catalog cannot be read.
-pub fn resolve(home: &Home, image: Target, vault: Option<&Path>) -> Result<Target> {
+pub fn resolve(home: &Home, image: Target, vault: Option<&Location>) -> Result<Target> {
     let Some(reference) = Reference::parse(&image.image).filter(|_| image.is_own()) else {
         return Ok(image);
     };
@@ -64,7 +63,7 @@ pub fn resolve(home: &Home, image: Target, vault: Option<&Path>) -> Result<Targe
     }
     let place = vaults::find(vault, || Ok(home.clone()))
         .with_context(|| format!("{} is no image of this site", image.image))?;
-    let entry = Vault::open(&place)?.find(&reference)?;
+    let entry = place.open()?.find(&reference)?;
     Ok(Target {
         image: entry.id.to_string(),
         local: Some(LocalDisk::Snapshot {
@@ -92,12 +91,12 @@ fn is_image(home: &Home, image: &Target) -> Result<bool> {
 /// When the snapshot was forgotten or is damaged, its image needs other files, or its changes cannot be opened.
 pub fn open(
     home: &Home,
-    vault: &Path,
+    vault: &Location,
     id: &SnapshotId,
     how: &How,
     mount: &Holder,
 ) -> Result<(Arc<dyn BlockDevice>, Hold)> {
-    let vault = Vault::open(vault)?;
+    let vault = vault.open()?;
     let hold = vault.hold(id, mount.session, &mount.text)?;
     let snapshot = vault.open_snapshot(id)?;
     let base = snapshot.record().root;
@@ -146,7 +145,9 @@ pub async fn let_go(disk: &LocalDisk, mount: MountId) {
         return;
     };
     let told = tokio::task::spawn_blocking(move || {
-        let told = Vault::open(&vault).and_then(|vault| vault.let_go(&id, session(mount)));
+        let told = vault
+            .open()
+            .and_then(|vault| vault.let_go(&id, session(mount)));
         if let Err(e) = told {
             // It is void a day after the mount's last word.
             tracing::warn!("{e}");

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use drover_core::ImageName;
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
-use drover_vault::{Reference, SnapshotId};
+use drover_vault::{Location, Reference, SnapshotId};
 use serde::{Deserialize, Serialize};
 
 /// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), a local disk outside any site
@@ -48,7 +48,7 @@ pub enum LocalDisk {
     /// A snapshot; what is written is kept beside this site's images.
     Snapshot {
         /// The vault.
-        vault: PathBuf,
+        vault: Location,
         /// Which of its snapshots.
         id: SnapshotId,
     },

@@ -5,24 +5,25 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueHint};
 use drover_agent::text;
-use drover_vault::{Machine, Reference};
+use drover_vault::{Location, Machine, Reference};
 
 /// Which vault.
 #[derive(Debug, Clone, Default, Args)]
 pub struct VaultOption {
-    /// Directory of the vault [default: the only one that was created from this site]
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
-    pub vault: Option<PathBuf>,
+    /// Directory of the vault, or s3://BUCKET/PREFIX, gs://... or az://... [default: the only one that was created from this site]
+    #[arg(long, value_name = "VAULT", value_hint = ValueHint::DirPath)]
+    pub vault: Option<Location>,
 }
 
 /// Create a vault, a deduplicated store of snapshots; show and verify it, delete snapshots
 ///
-/// A vault is a directory. It stores every block of 4 KiB once, whatever machine and snapshot it is of, compressed. Several commands, also of several
-/// hosts that share the directory, may use it at once.
+/// A vault is a directory, or in an object store (`drover vault init --help`). It stores every block of 4 KiB once, whatever machine and snapshot it is of, compressed. Several commands, also of several
+/// hosts that share it, may use it at once.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover vault init /srv/vault
+  drover vault init s3://backups/drover
   drover vault stats
   drover vault forget --keep-last 7 --keep-weekly 4 --keep-monthly 6 --dry-run
   drover vault compact
@@ -35,16 +36,21 @@ pub struct VaultArgs {
 /// The commands of `vault`.
 #[derive(Debug, Subcommand)]
 pub enum VaultAction {
-    /// Create a vault in an empty directory
+    /// Create a vault in an empty directory, or in an object store
     ///
-    /// Creates the directory, and this site's, if they do not exist.
+    /// Creates the directory, and this site's, if they do not exist. A bucket has to exist. Credentials come from the environment, here and whenever the vault is
+    /// used: for s3://, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION, or the role of the machine; AWS_ENDPOINT_URL for another server than
+    /// Amazon's, and AWS_ALLOW_HTTP=true if that speaks plain HTTP. For gs://, GOOGLE_APPLICATION_CREDENTIALS; for az://, AZURE_STORAGE_ACCOUNT_NAME and
+    /// AZURE_STORAGE_ACCOUNT_KEY. A store that overwrites objects although it is told not to is refused.
     #[command(after_help = "\
 Examples:
-  drover vault init /srv/vault")]
+  drover vault init /srv/vault
+  drover vault init s3://backups/drover
+  AWS_ENDPOINT_URL=https://minio.example:9000 drover vault init s3://backups/drover")]
     Init {
-        /// Directory of the vault
-        #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
-        dir: PathBuf,
+        /// Directory, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX
+        #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
+        vault: Location,
         /// Print one JSON object
         #[arg(long)]
         json: bool,

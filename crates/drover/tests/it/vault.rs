@@ -1,5 +1,7 @@
 //! Snapshots in a vault, with the real program.
 
+mod s3;
+
 use std::fs;
 use std::path::Path;
 

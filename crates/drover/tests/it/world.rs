@@ -222,7 +222,7 @@ pub struct Ran {
 }
 
 impl Ran {
-    fn of(home: &str, args: &[&str], output: Output) -> Ran {
+    pub fn of(home: &str, args: &[&str], output: Output) -> Ran {
         Ran {
             what: format!("{home}: drover {}", args.join(" ")),
             code: output.status.code(),

@@ -1,0 +1,127 @@
+//! Where a vault is, as a person writes it.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::objects::Objects;
+use crate::vault::Vault;
+
+/// A directory, or a prefix in an object store: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub enum Location {
+    /// A directory. Its path is UTF-8.
+    Directory(PathBuf),
+    /// The URL of a bucket, or of a prefix in it.
+    Store(String),
+}
+
+impl Location {
+    /// The same from wherever it is read: with an absolute path.
+    ///
+    /// # Errors
+    /// When there is no working directory.
+    pub fn absolute(self) -> std::io::Result<Location> {
+        Ok(match self {
+            Location::Directory(path) => Location::Directory(std::path::absolute(path)?),
+            store @ Location::Store(_) => store,
+        })
+    }
+
+    /// Creates a vault there.
+    ///
+    /// # Errors
+    /// As [`Vault::create`]; [`VaultError::Unsupported`].
+    pub fn create(&self) -> Result<Vault> {
+        match self {
+            Location::Directory(path) => Vault::create(path),
+            Location::Store(url) => Vault::create_on(objects(url)?),
+        }
+    }
+
+    /// Opens the vault there.
+    ///
+    /// # Errors
+    /// As [`Vault::open`]; [`VaultError::Unsupported`].
+    pub fn open(&self) -> Result<Vault> {
+        match self {
+            Location::Directory(path) => Vault::open(path),
+            Location::Store(url) => Vault::open_on(objects(url)?),
+        }
+    }
+}
+
+#[cfg(feature = "s3")]
+fn objects(url: &str) -> Result<Arc<dyn Objects>> {
+    Ok(Arc::new(crate::cloud::CloudObjects::open(url)?))
+}
+
+#[cfg(not(feature = "s3"))]
+fn objects(url: &str) -> Result<Arc<dyn Objects>> {
+    Err(crate::VaultError::Unsupported {
+        url: url.to_owned(),
+        why: "this drover was built without object stores (feature s3)".into(),
+    })
+}
+
+impl From<String> for Location {
+    fn from(text: String) -> Self {
+        match text.contains("://") {
+            true => Location::Store(text),
+            false => Location::Directory(text.into()),
+        }
+    }
+}
+
+impl FromStr for Location {
+    type Err = Infallible;
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(text.to_owned().into())
+    }
+}
+
+impl From<&Path> for Location {
+    fn from(path: &Path) -> Self {
+        Location::Directory(path.to_path_buf())
+    }
+}
+
+impl From<Location> for String {
+    fn from(location: Location) -> String {
+        location.to_string()
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Location::Directory(path) => path.display().fmt(f),
+            Location::Store(url) => f.write_str(url),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_and_urls() {
+        let location = |text: &str| text.parse::<Location>().unwrap();
+        assert_eq!(location("a:b"), Location::Directory("a:b".into()));
+        let store = location("s3://bucket/a/b");
+        assert_eq!(store.clone().absolute().unwrap(), store);
+        assert_eq!(store.to_string(), "s3://bucket/a/b");
+        let relative = location("store").absolute().unwrap();
+        assert!(relative.to_string().starts_with('/'));
+        for url in ["ftp://x/y", "s3://", "s3://a/../b"] {
+            assert!(location(url).open().is_err(), "{url}");
+        }
+    }
+}
