@@ -1,4 +1,4 @@
-//! The objects of a vault: containers, pages and heads of recipes, uses, records.
+//! The objects of a vault: containers, pages and heads of recipes, uses, records, what is encrypted.
 
 use drover_vault::fuzzing;
 
@@ -8,6 +8,7 @@ pub fn run(data: &[u8]) {
         [1, rest @ ..] => fuzzing::page(rest),
         [2, rest @ ..] => fuzzing::recipe_head(rest),
         [3, rest @ ..] => fuzzing::uses(rest),
+        [5, rest @ ..] => fuzzing::sealed(rest),
         [_, rest @ ..] => fuzzing::records(rest),
         [] => {}
     }

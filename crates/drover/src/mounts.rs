@@ -167,18 +167,21 @@ pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
 /// The disks: those of this site in the domain that was named, and snapshots found in their vault.
 async fn resolved(home: &Home, options: &OptionArgs, images: Vec<Target>) -> Result<Vec<Target>> {
     let images = options.in_domain(images)?;
-    let (home, vault) = (home.clone(), options.vault.vault.clone());
+    let (home, vault) = (home.clone(), options.vault.chosen());
     let resolve = move || -> Result<Vec<Target>, Error> {
         let found = images.into_iter();
         found
-            .map(|image| mounts::resolve(&home, image, vault.as_ref()))
+            .map(|image| mounts::resolve(&home, image, &vault))
             .collect()
     };
     let images = tokio::task::spawn_blocking(resolve).await??;
     let is_snapshot = |i: &Target| matches!(i.local, Some(LocalDisk::Snapshot { .. }));
-    match options.vault.vault.is_none() || images.iter().any(is_snapshot) {
+    let chosen = options.vault.vault.is_some() || options.vault.key_file.is_some();
+    match !chosen || images.iter().any(is_snapshot) {
         true => Ok(images),
-        false => Err(usage("--vault is for snapshots: NAME@TIME, NAME@latest")),
+        false => Err(usage(
+            "--vault is for snapshots, NAME@TIME or NAME@latest, as is --key-file",
+        )),
     }
 }
 

@@ -1,19 +1,23 @@
 //! `vault`, `snapshot`, `snapshots` and `restore`.
 
+use std::io::IsTerminal;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use drover_agent::error::Error;
 use drover_agent::home::{Chosen, Home};
-use drover_agent::text::{bytes, clean, count};
-use drover_agent::vaults;
-use drover_vault::{Checking, Entry, Keep, Location, Machine, Reference, SnapshotId, Vault};
+use drover_agent::text::{bytes, clean, count, moment};
+use drover_agent::vaults::{self, Key};
+use drover_vault::{
+    Checking, Entry, Keep, KeyEntry, Machine, Reference, Secret, SnapshotId, Vault,
+};
 use serde_json::{Value, json};
 
 use crate::bar::Bar;
 use crate::cli::{
-    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultOption,
+    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultInitArgs,
+    VaultKeyAction, VaultKeyArgs, VaultOption,
 };
 use crate::failure::usage;
 use crate::{out, prompt};
@@ -25,7 +29,34 @@ const EVERY: Duration = Duration::from_secs(1);
 
 fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
     let existing = || Home::existing(Home::locate(home)?);
-    Ok(vaults::open(of.vault.as_ref(), existing)?)
+    let known = vaults::find(&of.chosen(), existing)?;
+    let ask = || passphrase(&format!("passphrase of {}", known.location));
+    Ok(known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?)
+}
+
+/// Asks for a passphrase.
+fn passphrase(what: &str) -> Result<Secret> {
+    let text = prompt::secret(what)?;
+    Secret::new(text.as_bytes()).ok_or_else(|| usage("the passphrase is empty"))
+}
+
+/// A new secret: from a file, which is created if it does not exist, or a passphrase, which is asked for twice at a terminal.
+fn new_secret(key_file: Option<&Path>) -> Result<Secret> {
+    if let Some(path) = key_file {
+        let (secret, created) = vaults::read_or_create_key(path)?;
+        if created {
+            out::note(&format!(
+                "drover: created the key file {}",
+                clean(&path.display().to_string())
+            ));
+        }
+        return Ok(secret);
+    }
+    let text = prompt::secret("new passphrase")?;
+    if std::io::stdin().is_terminal() && prompt::secret("the same again")? != text {
+        return Err(usage("the passphrases differ"));
+    }
+    Secret::new(text.as_bytes()).ok_or_else(|| usage("the passphrase is empty"))
 }
 
 /// `drover vault`.
@@ -34,7 +65,8 @@ fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
 /// Those of each command.
 pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
     match args.action {
-        VaultAction::Init { vault, json } => init(home, vault, json),
+        VaultAction::Init(args) => init(home, args),
+        VaultAction::Key(args) => key(home, args),
         VaultAction::Forget(args) => forget(&open(home, &args.of)?, &args),
         VaultAction::Compact {
             grace,
@@ -47,15 +79,81 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
     }
 }
 
-fn init(home: Option<&Path>, vault: Location, as_json: bool) -> Result<()> {
+fn init(home: Option<&Path>, args: VaultInitArgs) -> Result<()> {
     // With its identity: without one it is no site.
     let (home, _) = Home::init(Home::locate(home)?, &Chosen::default())?;
-    let vault = vault.absolute()?;
-    vault.create().map_err(Error::from)?;
-    vaults::add(&home, &vault)?;
-    match as_json {
-        true => out::json(&json!({"vault": vault.to_string()})),
+    let vault = args.vault.absolute()?;
+    let (secret, key) = match (args.encrypt, args.key_file) {
+        (false, _) => (None, Key::None),
+        (true, None) => (Some(new_secret(None)?), Key::Asked),
+        (true, Some(path)) => {
+            let path = std::path::absolute(path)?;
+            (Some(new_secret(Some(&path))?), Key::File(path))
+        }
+    };
+    let labelled = secret.as_ref().map(|secret| (secret, "the first"));
+    vault.create(labelled).map_err(Error::from)?;
+    if secret.is_some() {
+        out::note(
+            "drover: the vault is encrypted: without its passphrase or key file nobody can read anything in it, ever; keep a copy elsewhere",
+        );
+    }
+    vaults::add(&home, &vault, key)?;
+    match args.json {
+        true => out::json(&json!({"vault": vault.to_string(), "encrypted": secret.is_some()})),
         false => out::line(&format!("created the vault {}", clean(&vault.to_string()))),
+    }
+}
+
+/// `drover vault key`.
+fn key(home: Option<&Path>, args: VaultKeyArgs) -> Result<()> {
+    match args.action {
+        VaultKeyAction::Add {
+            new_key_file,
+            label,
+            json,
+            of,
+        } => {
+            let vault = open(home, &of)?;
+            // Before anything is asked for.
+            vault.keys().map_err(Error::from)?;
+            let secret = new_secret(new_key_file.as_deref())?;
+            let id = vault.add_key(&secret, &label).map_err(Error::from)?;
+            match json {
+                true => out::json(&json!({"key": id.to_string(), "label": label})),
+                false => out::line(&format!("added the key {id}")),
+            }
+        }
+        VaultKeyAction::Remove { key, json, of } => {
+            let vault = open(home, &of)?;
+            vault.remove_key(key).map_err(Error::from)?;
+            match json {
+                true => out::json(&json!({"key": key.to_string(), "removed": true})),
+                false => out::line(&format!("removed the key {key}")),
+            }
+        }
+        VaultKeyAction::List { json, of } => {
+            let keys = open(home, &of)?.keys().map_err(Error::from)?;
+            if json {
+                return keys.iter().try_for_each(|key| {
+                    out::json(&json!({
+                        "key": key.id.to_string(), "label": key.label, "created_unix": key.created,
+                        "used": key.is_used,
+                    }))
+                });
+            }
+            let row = |key: &KeyEntry| {
+                let used = if key.is_used { "this one" } else { "" };
+                vec![
+                    key.id.to_string(),
+                    moment(key.created),
+                    clean(&key.label),
+                    used.into(),
+                ]
+            };
+            let heading = ["key", "added (utc)", "label", "used"];
+            out::line(&out::table(&heading, keys.iter().map(row).collect(), &[]))
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use drover_core::{BLOCK_SIZE, Digest, is_zero};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
-use drover_index::{ZERO_BLOCK, digest_blocks};
+use drover_index::ZERO_BLOCK;
 use jiff::Timestamp;
 
 use crate::container::{ContainerId, LocalIds, SessionId};
@@ -354,7 +354,8 @@ impl Attempt<'_> {
                 match zero {
                     true => digests.resize(to, *ZERO_BLOCK),
                     false => {
-                        digest_blocks(&bytes[from * BLOCK_SIZE..to * BLOCK_SIZE], &mut digests)
+                        let data = &bytes[from * BLOCK_SIZE..to * BLOCK_SIZE];
+                        self.vault.digester.blocks(data, &mut digests);
                     }
                 }
                 from = to;

@@ -162,6 +162,7 @@ impl CloudObjects {
             vault: self.describe(),
             why: why.to_string(),
             can_retry: retry,
+            is_damage: false,
         }
     }
 

@@ -418,12 +418,17 @@ impl Vault {
             Err(error) if error.is_damage() => return Ok(None),
             Err(error) => return Err(error),
         };
-        let Some(bytes) = self.objects.get(&key)? else {
-            return Ok(None);
+        let bytes = match self.objects.get(&key) {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return Ok(None),
+            Err(error) if error.is_damage => return Ok(None),
+            Err(error) => return Err(error.into()),
         };
         let present = head.present.common(used);
         // What is damaged stays as it is: `check` speaks of it.
-        if !head.verify(&bytes).is_ok_and(|wrong| wrong.is_empty())
+        if !head
+            .verify(&bytes, &self.digester)
+            .is_ok_and(|wrong| wrong.is_empty())
             || used.without(&head.present).count() > 0
             || present.count() * 2 > head.digests.len() as u32
         {

@@ -5,6 +5,8 @@ use std::fmt;
 use drover_core::{BLOCK_SIZE, Digest};
 use serde::{Deserialize, Serialize};
 
+use crate::digester::Digester;
+
 /// Most blocks of a container.
 pub const MAX_BLOCKS: usize = 4096;
 /// Blocks that are compressed together: 128 KiB.
@@ -473,7 +475,7 @@ impl Head {
     ///
     /// # Errors
     /// [`ContainerError::Length`] when `bytes` is not the whole container.
-    pub fn verify(&self, bytes: &[u8]) -> Result<Vec<usize>, ContainerError> {
+    pub fn verify(&self, bytes: &[u8], digester: &Digester) -> Result<Vec<usize>, ContainerError> {
         if bytes.len() as u64 != self.len {
             return Err(ContainerError::Length);
         }
@@ -483,7 +485,7 @@ impl Head {
             let span = self.span(group, group);
             digests.clear();
             if let Ok(blocks) = self.unpack(group, &bytes[span.start as usize..span.end as usize]) {
-                drover_index::digest_blocks(&blocks, &mut digests);
+                digester.blocks(&blocks, &mut digests);
             }
             let first = group * GROUP_BLOCKS;
             let last = (first + GROUP_BLOCKS).min(self.digests.len());
@@ -525,7 +527,10 @@ mod tests {
             let head = Head::parse(&bytes).unwrap();
             assert_eq!((head.id, head.generation), (ContainerId(77), 3));
             assert_eq!(head.container_len(), bytes.len() as u64);
-            assert_eq!(head.verify(&bytes).unwrap(), Vec::<usize>::new());
+            assert_eq!(
+                head.verify(&bytes, &Digester::default()).unwrap(),
+                Vec::<usize>::new()
+            );
             for i in 0..n {
                 let at = head.position((i * gap) as u16).unwrap();
                 assert_eq!(at, i);
@@ -552,7 +557,7 @@ mod tests {
             bytes[at] ^= 1 << (seed >> 60 & 7);
             let noticed = match Head::parse(&bytes) {
                 Err(_) => true,
-                Ok(head) => head.verify(&bytes).is_ok_and(|wrong| !wrong.is_empty()),
+                Ok(head) => head.verify(&bytes, &Digester::default()).is_ok_and(|wrong| !wrong.is_empty()),
             };
             prop_assert!(noticed, "byte {}", at);
         }
@@ -561,7 +566,7 @@ mod tests {
         fn a_cut_container_is_refused(len in 0usize..5000) {
             let (bytes, _) = container(70, 1);
             let cut = &bytes[..len.min(bytes.len() - 1)];
-            prop_assert!(Head::parse(cut).map_or(true, |h| h.verify(cut).is_err()));
+            prop_assert!(Head::parse(cut).map_or(true, |h| h.verify(cut, &Digester::default()).is_err()));
         }
 
         #[test]

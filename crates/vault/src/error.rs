@@ -19,6 +19,8 @@ pub struct StoreError {
     pub why: String,
     /// Whether it may work later.
     pub can_retry: bool,
+    /// Whether the object is damaged.
+    pub is_damage: bool,
 }
 
 /// Errors of this crate, each one line.
@@ -69,6 +71,36 @@ pub enum VaultError {
         "the store of the vault {0} overwrites objects although it is told not to; a vault needs a store with conditional writes"
     )]
     Unconditional(String),
+    /// The vault is encrypted, and no secret was given.
+    #[error("the vault {0} is encrypted: its passphrase or a key file is needed")]
+    Encrypted(String),
+    /// It is not, although it was.
+    #[error(
+        "the vault {0} is not encrypted, but it should be: somebody may have put another one in its place"
+    )]
+    NotEncrypted(String),
+    /// It has no keys.
+    #[error("the vault {0} is not encrypted, so it has no keys")]
+    NoKeys(String),
+    /// The secret opens nothing.
+    #[error("the passphrase or key file opens no key of the vault {0}")]
+    WrongKey(String),
+    /// No such key.
+    #[error("the vault {vault} has no key {key}; `drover vault key list` shows them")]
+    NoKey {
+        /// What was asked for.
+        key: String,
+        /// Where the vault is.
+        vault: String,
+    },
+    /// It would be lost.
+    #[error(
+        "this is the last key of the vault {0}: without one nothing in it can be read; add another one first"
+    )]
+    LastKey(String),
+    /// The secret cannot be had.
+    #[error("{0}")]
+    NoSecret(String),
     /// No object store that can be used.
     #[error("{url} cannot be used as a vault: {why}")]
     Unsupported {
@@ -167,9 +199,12 @@ impl VaultError {
     /// Whether something in the vault is damaged or lost.
     #[must_use]
     pub fn is_damage(&self) -> bool {
-        matches!(
-            self,
-            VaultError::Damaged { .. } | VaultError::Missing { .. } | VaultError::Wrong { .. }
-        )
+        match self {
+            VaultError::Store(error) => error.is_damage,
+            VaultError::Damaged { .. } | VaultError::Missing { .. } | VaultError::Wrong { .. } => {
+                true
+            }
+            _ => false,
+        }
     }
 }

@@ -3,8 +3,12 @@
 use drover_core::{Digest, put_varint};
 
 use crate::container::{GROUP_BLOCKS, Head, reseal_for_fuzzing};
+use crate::digester::Digester;
 use crate::recipe::{PAGE_BLOCKS, Page, RecipeHead, head_for_fuzzing};
-use crate::record::{HolderRecord, HookRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing};
+use crate::record::{
+    HolderRecord, HookRecord, KeyRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing,
+};
+use crate::sealed::Keys;
 use crate::uses::{Uses, uses_for_fuzzing};
 
 /// A container: its head, and every group that it says it has.
@@ -17,7 +21,7 @@ pub fn container(bytes: &[u8]) {
         for local in head.present.iter() {
             assert!(head.position(local).is_some());
         }
-        let _ = head.verify(&bytes);
+        let _ = head.verify(&bytes, &Digester::default());
     }
 }
 
@@ -61,12 +65,26 @@ pub fn uses(bytes: &[u8]) {
     }
 }
 
+/// What an encrypted vault's store may say: pieces and names, which are refused.
+pub fn sealed(bytes: &[u8]) {
+    let keys = Keys::derive(&[1; 32]);
+    let key = String::from_utf8_lossy(bytes);
+    if let Some(opened) = keys.open_key(&key) {
+        assert_eq!(keys.seal_key(&opened), key);
+    }
+    for all in [false, true] {
+        assert_eq!(keys.open("containers/x", 0, bytes, all), None);
+    }
+    let sealed = keys.seal("x", bytes);
+    assert_eq!(keys.open("x", 0, &sealed, true).as_deref(), Some(bytes));
+}
+
 /// The small records.
 pub fn records(bytes: &[u8]) {
     for sealed in seal_all_for_fuzzing(bytes) {
         let _ = VaultRecord::decode(&sealed);
         let _ = HookRecord::decode(&sealed);
-        let _ = HolderRecord::decode(&sealed);
+        let _ = (HolderRecord::decode(&sealed), KeyRecord::decode(&sealed));
         if let Ok(record) = SnapshotRecord::decode(&sealed) {
             assert_eq!(SnapshotRecord::decode(&record.encode()), Ok(record));
         }

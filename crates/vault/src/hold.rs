@@ -150,7 +150,10 @@ impl Vault {
         };
         let mut held = Vec::new();
         for (id, session, n) in self.holders(silent)?.0 {
-            let said = self.objects.get(&key(&id, session, n))?;
+            let said = match self.objects.get(&key(&id, session, n)) {
+                Err(error) if error.is_damage => None,
+                said => said?,
+            };
             let said = said.and_then(|bytes| HolderRecord::decode(&bytes).ok());
             let holder = said.map_or_else(|| format!("the session {session}"), |r| r.holder);
             held.push(Held { id, holder });

@@ -101,10 +101,13 @@ impl VaultIndex {
             by_id.insert(id, (ordinal, false));
         }
         for object in vault.objects.list("hooks")? {
-            let Some(bytes) = vault.objects.get(&object.key)? else {
-                continue;
+            let decoded = match vault.objects.get(&object.key) {
+                Ok(None) => continue,
+                Ok(Some(bytes)) => HookRecord::decode(&bytes).ok(),
+                Err(error) if error.is_damage => None,
+                Err(error) => return Err(error.into()),
             };
-            let Ok(record) = HookRecord::decode(&bytes) else {
+            let Some(record) = decoded else {
                 tracing::warn!(
                     "the hooks {} are damaged; reading containers instead",
                     object.key

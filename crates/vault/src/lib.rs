@@ -5,7 +5,7 @@
 //! [`Vault::collect`] delete, [`Vault::check`] verifies. What is stored, and why no crash and no concurrent deletion loses anything, is in
 //! `docs/format/vault.md`.
 //!
-//! What must not live here: the command line, networking, unsafe code, and image formats (those are in `image`).
+//! What must not live here: the command line, network protocols of its own, unsafe code, and image formats (those are in `image`).
 //!
 //! ```
 //! use drover_vault::{Machine, Vault};
@@ -33,6 +33,7 @@ mod check;
 mod cloud;
 mod collect;
 pub mod container;
+mod digester;
 mod error;
 mod file;
 #[cfg(fuzzing)]
@@ -40,6 +41,7 @@ pub mod fuzzing;
 mod hold;
 mod index;
 mod keep;
+mod keys;
 mod location;
 mod lru;
 mod names;
@@ -48,6 +50,7 @@ mod reader;
 mod recipe;
 mod record;
 mod restore;
+mod sealed;
 mod sealer;
 mod snapshot;
 mod sparse;
@@ -62,15 +65,19 @@ pub use check::{CheckReport, Checking, Problem};
 pub use cloud::CloudObjects;
 pub use collect::{Collected, Forgotten, Stats};
 pub use container::{ContainerId, SessionId};
+pub use digester::Digester;
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
 pub use hold::{Held, Hold};
 pub use keep::Keep;
-pub use location::Location;
+pub use keys::{KeyEntry, MAX_LABEL, MAX_SECRET, Secret};
+pub use location::{Ask, Location};
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
 pub use recipe::{Page, RecipeError, RecipeHead};
-pub use record::{HolderRecord, HookRecord, Made, RecordError, SnapshotRecord, VaultRecord};
+pub use record::{
+    HolderRecord, HookRecord, KeyRecord, Made, RecordError, SnapshotRecord, VaultRecord,
+};
 pub use restore::{RestoreProgress, Restored};
 pub use snapshot::Snapshot;
 pub use uses::{Uses, UsesError};

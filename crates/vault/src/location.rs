@@ -9,6 +9,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
+use crate::keys::Secret;
 use crate::objects::Objects;
 use crate::vault::Vault;
 
@@ -34,28 +35,36 @@ impl Location {
         })
     }
 
-    /// Creates a vault there.
+    /// Creates a vault there; with a secret, an encrypted one, whose first key is called `label`.
     ///
     /// # Errors
-    /// As [`Vault::create`]; [`VaultError::Unsupported`].
-    pub fn create(&self) -> Result<Vault> {
-        match self {
-            Location::Directory(path) => Vault::create(path),
-            Location::Store(url) => Vault::create_on(objects(url)?),
+    /// As [`Vault::create`]; [`crate::VaultError::Unsupported`].
+    pub fn create(&self, secret: Option<(&Secret, &str)>) -> Result<Vault> {
+        let objects = match self {
+            Location::Directory(path) => Vault::empty(path)?,
+            Location::Store(url) => objects(url)?,
+        };
+        match secret {
+            Some((secret, label)) => Vault::create_encrypted_on(objects, secret, label),
+            None => Vault::create_on(objects),
         }
     }
 
-    /// Opens the vault there.
+    /// Opens the vault there; `ask` is asked for a secret if it is encrypted.
     ///
     /// # Errors
-    /// As [`Vault::open`]; [`VaultError::Unsupported`].
-    pub fn open(&self) -> Result<Vault> {
-        match self {
-            Location::Directory(path) => Vault::open(path),
-            Location::Store(url) => Vault::open_on(objects(url)?),
-        }
+    /// As [`Vault::open_with`]; [`crate::VaultError::Unsupported`].
+    pub fn open(&self, ask: &mut Ask<'_>) -> Result<Vault> {
+        let objects = match self {
+            Location::Directory(path) => Vault::existing(path)?,
+            Location::Store(url) => objects(url)?,
+        };
+        Vault::open_with(objects, ask)
     }
 }
+
+/// What is asked for the secret of an encrypted vault.
+pub type Ask<'a> = dyn FnMut() -> Result<Secret> + 'a;
 
 #[cfg(feature = "s3")]
 fn objects(url: &str) -> Result<Arc<dyn Objects>> {
@@ -121,7 +130,7 @@ mod tests {
         let relative = location("store").absolute().unwrap();
         assert!(relative.to_string().starts_with('/'));
         for url in ["ftp://x/y", "s3://", "s3://a/../b"] {
-            assert!(location(url).open().is_err(), "{url}");
+            assert!(location(url).open(&mut || panic!()).is_err(), "{url}");
         }
     }
 }

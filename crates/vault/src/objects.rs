@@ -13,7 +13,7 @@ use bytes::Bytes;
 use drover_storage::{make_private_dir, sync_parent};
 use parking_lot::Mutex;
 
-use crate::error::StoreError;
+use crate::error::{StoreError, VaultError};
 
 /// An object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,6 +111,7 @@ impl LocalObjects {
                 false => error.to_string(),
             },
             can_retry: error.kind() != io::ErrorKind::PermissionDenied,
+            is_damage: false,
         }
     }
 
@@ -274,6 +275,19 @@ impl Objects for LocalObjects {
         }
         Ok(swept)
     }
+}
+
+/// Writes an object whose key belongs to its writer alone: if it exists, an answer was lost.
+pub(crate) fn put_own(objects: &dyn Objects, key: &str, bytes: Vec<u8>) -> Result<(), VaultError> {
+    let bytes = Bytes::from(bytes);
+    if objects.create(key, bytes.clone())? || objects.get(key)?.as_ref() == Some(&bytes) {
+        return Ok(());
+    }
+    Err(VaultError::Damaged {
+        key: key.to_owned(),
+        vault: objects.describe(),
+        why: "it exists with another content".into(),
+    })
 }
 
 /// Bytes of a file, as far as it goes.

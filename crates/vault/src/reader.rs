@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use drover_core::BLOCK_SIZE;
-use drover_index::digest_blocks;
 use parking_lot::Mutex;
 
 use crate::container::{ContainerId, GROUP_BLOCKS, Head, MAX_HEAD};
+use crate::digester::Digester;
 use crate::error::{Result, VaultError};
 use crate::lru::Lru;
 use crate::names::{Machine, container_key, parse_container_key};
@@ -25,6 +25,7 @@ type GroupKey = (ContainerId, u32, usize);
 
 pub(crate) struct Reader {
     objects: Arc<dyn Objects>,
+    digester: Digester,
     /// The generation of each container, as far as known.
     generations: Mutex<HashMap<ContainerId, u32>>,
     heads: Mutex<Lru<ContainerId, Arc<Head>>>,
@@ -32,13 +33,18 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub(crate) fn new(objects: Arc<dyn Objects>) -> Self {
+    pub(crate) fn new(objects: Arc<dyn Objects>, digester: Digester) -> Self {
         Reader {
             objects,
+            digester,
             generations: Mutex::new(HashMap::new()),
             heads: Mutex::new(Lru::new(MAX_HEADS)),
             groups: Mutex::new(Lru::new(MAX_GROUPS)),
         }
+    }
+
+    pub(crate) fn digester(&self) -> &Digester {
+        &self.digester
     }
 
     fn missing(&self, machine: &Machine, id: ContainerId) -> VaultError {
@@ -194,7 +200,7 @@ impl Reader {
             .unpack(group, bytes)
             .map_err(|e| self.damaged(key, &e))?;
         let mut digests = Vec::with_capacity(GROUP_BLOCKS);
-        digest_blocks(&blocks, &mut digests);
+        self.digester.blocks(&blocks, &mut digests);
         let first = group * GROUP_BLOCKS;
         match head.digests[first..].starts_with(&digests) {
             true => Ok(blocks),

@@ -20,6 +20,16 @@ const VAULT: Envelope = Envelope {
     version: 1,
     max_bytes: MAX_RECORD_BYTES,
 };
+/// Of an encrypted vault, which earlier versions cannot read.
+const ENCRYPTED_VAULT: Envelope = Envelope {
+    version: 2,
+    ..VAULT
+};
+const KEY: Envelope = Envelope {
+    magic: *b"DRVRKEY\0",
+    version: 1,
+    max_bytes: MAX_RECORD_BYTES,
+};
 const SNAPSHOT: Envelope = Envelope {
     magic: *b"DRVRSNP\0",
     version: 1,
@@ -65,8 +75,8 @@ pub(crate) fn unpack(packed: &[u8], raw: usize) -> Option<Vec<u8>> {
 
 /// A body in the envelope of each kind.
 #[cfg(fuzzing)]
-pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 4] {
-    [VAULT, SNAPSHOT, HOOKS, HOLDER].map(|kind| kind.seal(body))
+pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 6] {
+    [VAULT, ENCRYPTED_VAULT, KEY, SNAPSHOT, HOOKS, HOLDER].map(|kind| kind.seal(body))
 }
 
 fn encode<T: Serialize>(kind: Envelope, value: &T) -> Vec<u8> {
@@ -98,13 +108,19 @@ pub struct VaultRecord {
     pub chunking: Chunking,
     /// Where duplicates are looked for.
     pub share: Share,
+    /// Whether everything else in it is encrypted. Stored as the version.
+    #[serde(skip)]
+    pub is_encrypted: bool,
 }
 
 impl VaultRecord {
     /// The bytes that are stored.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        encode(VAULT, self)
+        match self.is_encrypted {
+            true => encode(ENCRYPTED_VAULT, self),
+            false => encode(VAULT, self),
+        }
     }
 
     /// Reads a record.
@@ -112,7 +128,13 @@ impl VaultRecord {
     /// # Errors
     /// [`RecordError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        decode(VAULT, bytes)
+        match decode(VAULT, bytes) {
+            Err(RecordError::Envelope(EnvelopeError::Version)) => Ok(VaultRecord {
+                is_encrypted: true,
+                ..decode(ENCRYPTED_VAULT, bytes)?
+            }),
+            decoded => decoded,
+        }
     }
 }
 
@@ -187,6 +209,43 @@ impl HookRecord {
     }
 }
 
+/// A key of an encrypted vault.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyRecord {
+    /// The vault that it is of.
+    pub vault: [u8; 16],
+    /// What a person calls it.
+    pub label: String,
+    /// When it was added, in seconds since 1970.
+    pub created: i64,
+    /// Of the secret, for Argon2id.
+    pub salt: [u8; 16],
+    /// Memory of Argon2id, in KiB.
+    pub kib: u32,
+    /// Its passes.
+    pub passes: u32,
+    /// The master key, encrypted.
+    pub wrapped: Vec<u8>,
+    /// That the secret is the right one.
+    pub proof: [u8; 32],
+}
+
+impl KeyRecord {
+    /// The bytes that are stored.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(KEY, self)
+    }
+
+    /// Reads a key.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        decode(KEY, bytes)
+    }
+}
+
 /// Who holds a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HolderRecord {
@@ -242,10 +301,10 @@ mod tests {
     proptest! {
         #[test]
         fn hostile_records(body in proptest::collection::vec(any::<u8>(), 0..80)) {
-            for kind in [VAULT, SNAPSHOT, HOOKS, HOLDER] {
+            for kind in [VAULT, ENCRYPTED_VAULT, KEY, SNAPSHOT, HOOKS, HOLDER] {
                 let bytes = kind.seal(&body);
                 let _ = (VaultRecord::decode(&bytes), SnapshotRecord::decode(&bytes), HookRecord::decode(&bytes));
-                let _ = HolderRecord::decode(&bytes);
+                let _ = (HolderRecord::decode(&bytes), KeyRecord::decode(&bytes));
             }
         }
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{BLOCK_SIZE, is_zero};
 use drover_image::Layout;
-use drover_index::{ZERO_BLOCK, digest_blocks};
+use drover_index::ZERO_BLOCK;
 use drover_storage::sync_parent;
 use rustix::fs::FallocateFlags;
 
@@ -206,7 +206,7 @@ impl Job<'_> {
                 .read(&Present(self.file, layout.file_len()), offset, have)
                 .map_err(|e| self.error("read", e))?;
             let mut digests = Vec::with_capacity(blocks);
-            digest_blocks(have, &mut digests);
+            self.snapshot.reader.digester().blocks(have, &mut digests);
             for (i, wanted) in wanted.iter_mut().enumerate() {
                 *wanted = digests[i] != segment.digests[i];
             }

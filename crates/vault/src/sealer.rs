@@ -13,8 +13,7 @@ use crate::container::{
 };
 use crate::error::{Result, VaultError};
 use crate::names::{Machine, claim_key, container_key};
-use crate::objects::Objects;
-use crate::vault::put_own;
+use crate::objects::{Objects, put_own};
 
 /// Groups that may wait for a thread: 4 MiB.
 pub(crate) const MAX_WAITING_GROUPS: usize = 32;

@@ -78,7 +78,7 @@ impl Vault {
             record: *record,
             head,
             layout,
-            reader: Reader::new(self.objects.clone()),
+            reader: Reader::new(self.objects.clone(), self.digester),
             objects: self.objects.clone(),
             pages: Mutex::new(Lru::new(MAX_PAGES_KEPT)),
             segments: Mutex::new(Lru::new(MAX_SEGMENTS_KEPT)),

@@ -110,6 +110,7 @@ impl MemoryObjects {
             vault: self.describe(),
             why: why.to_owned(),
             can_retry: true,
+            is_damage: false,
         };
         let number = self.operations.fetch_add(1, Ordering::Relaxed);
         if self.stopped.load(Ordering::Relaxed) {

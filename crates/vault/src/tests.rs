@@ -2,6 +2,7 @@
 
 mod concurrent;
 mod crash;
+mod encrypted;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -8,10 +8,13 @@ use bytes::Bytes;
 use jiff::Timestamp;
 
 use crate::container::SessionId;
+use crate::digester::Digester;
 use crate::error::{Result, VaultError};
+use crate::keys::{self, KeyEntry, Secret, Unlocked};
 use crate::names::{Machine, Reference, SnapshotId};
-use crate::objects::{LocalObjects, Objects};
+use crate::objects::{LocalObjects, Objects, put_own};
 use crate::record::{Chunking, Made, RecordError, Share, SnapshotRecord, VaultRecord};
+use crate::sealed::{Keys, SealedObjects};
 use drover_storage::EnvelopeError;
 
 /// The key of the vault's own record.
@@ -31,8 +34,12 @@ pub struct Entry {
 /// A vault; see the crate's documentation. Any number of processes, on any number of hosts, may use one at once.
 #[derive(Clone)]
 pub struct Vault {
+    /// The objects, readable: of an encrypted vault decrypted.
     pub(crate) objects: Arc<dyn Objects>,
+    pub(crate) digester: Digester,
     record: VaultRecord,
+    /// Of an encrypted vault: the objects as they are stored, and what opened it.
+    sealed: Option<(Arc<dyn Objects>, Unlocked)>,
 }
 
 impl std::fmt::Debug for Vault {
@@ -47,6 +54,11 @@ impl Vault {
     /// # Errors
     /// [`VaultError::Exists`], [`VaultError::NotEmpty`], errors of the host and the store.
     pub fn create(directory: &Path) -> Result<Vault> {
+        Vault::create_on(Vault::empty(directory)?)
+    }
+
+    /// The store in a directory, which is created if necessary, and is empty.
+    pub(crate) fn empty(directory: &Path) -> Result<Arc<dyn Objects>> {
         let fail = |doing| {
             move |source| VaultError::File {
                 doing,
@@ -62,7 +74,7 @@ impl Vault {
         if entries.next().is_some() {
             return Err(VaultError::NotEmpty(directory.display().to_string()));
         }
-        Vault::create_on(Arc::new(LocalObjects::open(directory)?))
+        Ok(Arc::new(LocalObjects::open(directory)?))
     }
 
     /// Opens the vault in a directory.
@@ -70,10 +82,15 @@ impl Vault {
     /// # Errors
     /// [`VaultError::NoVault`], [`VaultError::Newer`], errors of the store.
     pub fn open(directory: &Path) -> Result<Vault> {
+        Vault::open_on(Vault::existing(directory)?)
+    }
+
+    /// The store in a directory that exists.
+    pub(crate) fn existing(directory: &Path) -> Result<Arc<dyn Objects>> {
         if !directory.is_dir() {
             return Err(VaultError::NoVault(directory.display().to_string()));
         }
-        Vault::open_on(Arc::new(LocalObjects::open(directory)?))
+        Ok(Arc::new(LocalObjects::open(directory)?))
     }
 
     /// Creates a vault on a store.
@@ -81,26 +98,48 @@ impl Vault {
     /// # Errors
     /// [`VaultError::Exists`], [`VaultError::Unconditional`], errors of the store.
     pub fn create_on(objects: Arc<dyn Objects>) -> Result<Vault> {
-        let mut id = [0; 16];
-        fastrand::fill(&mut id);
-        let record = VaultRecord {
-            id,
-            created: Timestamp::now().as_second(),
-            chunking: Chunking::Fixed4K,
-            share: Share::All,
-        };
-        probe(&*objects)?;
-        if !objects.create(VAULT_KEY, record.encode().into())? {
+        let record = new_record(false);
+        create_record(&*objects, &record)?;
+        Ok(Vault::plain(objects, record))
+    }
+
+    /// Creates an encrypted vault on a store, with a first key.
+    ///
+    /// # Errors
+    /// As [`Vault::create_on`].
+    pub fn create_encrypted_on(
+        objects: Arc<dyn Objects>,
+        secret: &Secret,
+        label: &str,
+    ) -> Result<Vault> {
+        let record = new_record(true);
+        let master = keys::new_master()?;
+        if objects.get(VAULT_KEY)?.is_some() {
             return Err(VaultError::Exists(objects.describe()));
         }
-        Ok(Vault { objects, record })
+        // Before the vault: without a key it could never be opened.
+        let by = keys::add(&*objects, &record.id, &master, secret, label)?;
+        create_record(&*objects, &record)?;
+        Ok(Vault::encrypted(objects, record, Unlocked { master, by }))
     }
 
     /// Opens the vault on a store.
     ///
     /// # Errors
-    /// [`VaultError::NoVault`], [`VaultError::Newer`], errors of the store.
+    /// [`VaultError::NoVault`], [`VaultError::Newer`], [`VaultError::Encrypted`], errors of the store.
     pub fn open_on(objects: Arc<dyn Objects>) -> Result<Vault> {
+        let place = objects.describe();
+        Vault::open_with(objects, &mut || Err(VaultError::Encrypted(place.clone())))
+    }
+
+    /// Opens the vault on a store; if it is encrypted, with the secret that is asked for then.
+    ///
+    /// # Errors
+    /// As [`Vault::open_on`]; those of `ask`; [`VaultError::WrongKey`].
+    pub fn open_with(
+        objects: Arc<dyn Objects>,
+        ask: &mut dyn FnMut() -> Result<Secret>,
+    ) -> Result<Vault> {
         let Some(bytes) = objects.get(VAULT_KEY)? else {
             return Err(VaultError::NoVault(objects.describe()));
         };
@@ -115,7 +154,65 @@ impl Vault {
                 why: error.to_string(),
             },
         })?;
-        Ok(Vault { objects, record })
+        if !record.is_encrypted {
+            return Ok(Vault::plain(objects, record));
+        }
+        let unlocked = keys::unlock(&*objects, &record.id, &ask()?)?;
+        Ok(Vault::encrypted(objects, record, unlocked))
+    }
+
+    fn plain(objects: Arc<dyn Objects>, record: VaultRecord) -> Vault {
+        Vault {
+            objects,
+            digester: Digester::default(),
+            record,
+            sealed: None,
+        }
+    }
+
+    fn encrypted(objects: Arc<dyn Objects>, record: VaultRecord, unlocked: Unlocked) -> Vault {
+        let keys = Keys::derive(&unlocked.master);
+        Vault {
+            digester: Digester::keyed(keys.digests()),
+            objects: Arc::new(SealedObjects::new(objects.clone(), keys)),
+            record,
+            sealed: Some((objects, unlocked)),
+        }
+    }
+
+    fn unlocked(&self) -> Result<&(Arc<dyn Objects>, Unlocked)> {
+        self.sealed
+            .as_ref()
+            .ok_or_else(|| VaultError::NoKeys(self.place()))
+    }
+
+    /// Adds a key: from now on this secret opens the vault as well.
+    ///
+    /// # Errors
+    /// [`VaultError::NoKeys`], [`VaultError::TooLarge`], errors of the store.
+    pub fn add_key(&self, secret: &Secret, label: &str) -> Result<SessionId> {
+        let (objects, unlocked) = self.unlocked()?;
+        if self.keys()?.len() >= keys::MAX_KEYS || label.len() > keys::MAX_LABEL {
+            return Err(VaultError::TooLarge("another key, or its label,".into()));
+        }
+        keys::add(&**objects, &self.record.id, &unlocked.master, secret, label)
+    }
+
+    /// The keys of the vault, the oldest first.
+    ///
+    /// # Errors
+    /// [`VaultError::NoKeys`], errors of the store.
+    pub fn keys(&self) -> Result<Vec<KeyEntry>> {
+        let (objects, unlocked) = self.unlocked()?;
+        keys::list(&**objects, &self.record.id, unlocked.by)
+    }
+
+    /// Removes a key: its secret does not open the vault any more.
+    ///
+    /// # Errors
+    /// [`VaultError::NoKey`], [`VaultError::LastKey`], [`VaultError::NoKeys`], errors of the store.
+    pub fn remove_key(&self, id: SessionId) -> Result<()> {
+        keys::remove(&self.unlocked()?.0, &self.record.id, id)
     }
 
     /// What the vault is.
@@ -285,16 +382,24 @@ impl Vault {
     }
 }
 
-pub(crate) fn put_own(objects: &dyn Objects, key: &str, bytes: Vec<u8>) -> Result<()> {
-    let bytes = Bytes::from(bytes);
-    if objects.create(key, bytes.clone())? || objects.get(key)?.as_ref() == Some(&bytes) {
-        return Ok(());
+fn new_record(is_encrypted: bool) -> VaultRecord {
+    let mut id = [0; 16];
+    fastrand::fill(&mut id);
+    VaultRecord {
+        id,
+        created: Timestamp::now().as_second(),
+        chunking: Chunking::Fixed4K,
+        share: Share::All,
+        is_encrypted,
     }
-    Err(VaultError::Damaged {
-        key: key.to_owned(),
-        vault: objects.describe(),
-        why: "it exists with another content".into(),
-    })
+}
+
+fn create_record(objects: &dyn Objects, record: &VaultRecord) -> Result<()> {
+    probe(objects)?;
+    match objects.create(VAULT_KEY, record.encode().into())? {
+        true => Ok(()),
+        false => Err(VaultError::Exists(objects.describe())),
+    }
 }
 
 fn probe(objects: &dyn Objects) -> Result<()> {

@@ -136,7 +136,7 @@ pub enum Lock {
     /// No lock: who may connect is the server's affair.
     Server(Arc<NbdDevice>),
     /// A snapshot is held in its vault. Its changes are locked while the device is open.
-    Snapshot(Hold),
+    Snapshot(Box<Hold>),
 }
 
 impl Lock {
@@ -192,9 +192,14 @@ pub fn open(
             };
             (stack, Lock::Server(device))
         }
-        LocalDisk::Snapshot { vault, id } => {
-            let (device, hold) = snapshots::open(home, vault, id, how, mount)?;
-            (Stack::over(device), Lock::Snapshot(hold))
+        LocalDisk::Snapshot {
+            vault,
+            id,
+            key_file,
+        } => {
+            let disk = (vault, key_file.as_ref(), id);
+            let (device, hold) = snapshots::open(home, disk, how, mount)?;
+            (Stack::over(device), Lock::Snapshot(Box::new(hold)))
         }
     };
     Ok((stack.build()?.device, lock))

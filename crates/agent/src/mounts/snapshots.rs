@@ -2,6 +2,7 @@
 //! images, under the name of the snapshot, and is there again at the next mount (`drover changes` lists it). The
 //! snapshot is held meanwhile: nobody can forget it.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,12 +15,13 @@ use drover_storage::HostDirectory;
 use drover_store::lease::MountId;
 use drover_store::{Catalog, changes};
 use drover_teleport::unfinished;
-use drover_vault::{Hold, Location, Reference, SessionId, SnapshotFile, SnapshotId};
+use drover_vault::{Hold, Location, Reference, SessionId, SnapshotFile, SnapshotId, Vault};
 
 use super::record::How;
 use super::target::{LocalDisk, Target};
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
+use crate::vaults::{Chosen, Key, Known};
 use crate::{site, vaults};
 
 /// How long the overlay may still be locked: by an unmount in progress.
@@ -54,23 +56,42 @@ fn session(id: MountId) -> SessionId {
 ///
 /// # Errors
 /// When there is no such snapshot, or several; when a vault or the catalog cannot be read.
-pub fn resolve(home: &Home, image: Target, vault: Option<&Location>) -> Result<Target> {
+pub fn resolve(home: &Home, image: Target, vault: &Chosen) -> Result<Target> {
     let Some(reference) = Reference::parse(&image.image).filter(|_| image.is_own()) else {
         return Ok(image);
     };
-    if image.domain.is_some() || (vault.is_none() && is_image(home, &image)?) {
+    if image.domain.is_some() || (vault.location.is_none() && is_image(home, &image)?) {
         return Ok(image);
     }
     let place = vaults::find(vault, || Ok(home.clone()))
         .with_context(|| format!("{} is no image of this site", image.image))?;
-    let entry = place.open()?.find(&reference)?;
+    let entry = open_vault(&place)?.find(&reference)?;
     Ok(Target {
         image: entry.id.to_string(),
         local: Some(LocalDisk::Snapshot {
-            vault: place,
+            vault: place.location.clone(),
             id: entry.id,
+            key_file: place.key_file().map(ToOwned::to_owned),
         }),
         ..image
+    })
+}
+
+/// Opens a vault for a mount, whose process cannot ask for a passphrase.
+fn open_vault(known: &Known) -> Result<Vault> {
+    known.open(&mut || {
+        Err(Error::refused(format!(
+            "the vault {} is encrypted, and the process of a mount cannot ask for a passphrase: name a file with it by --key-file",
+            known.location
+        )))
+    })
+}
+
+/// The vault of a snapshot.
+fn vault_of(vault: &Location, key_file: Option<&PathBuf>) -> Result<Vault> {
+    open_vault(&Known {
+        location: vault.clone(),
+        key: key_file.map_or(Key::None, |path| Key::File(path.clone())),
     })
 }
 
@@ -91,12 +112,12 @@ fn is_image(home: &Home, image: &Target) -> Result<bool> {
 /// When the snapshot was forgotten or is damaged, its image needs other files, or its changes cannot be opened.
 pub fn open(
     home: &Home,
-    vault: &Location,
-    id: &SnapshotId,
+    disk: (&Location, Option<&PathBuf>, &SnapshotId),
     how: &How,
     mount: &Holder,
 ) -> Result<(Arc<dyn BlockDevice>, Hold)> {
-    let vault = vault.open()?;
+    let (vault, key_file, id) = disk;
+    let vault = vault_of(vault, key_file)?;
     let hold = vault.hold(id, mount.session, &mount.text)?;
     let snapshot = vault.open_snapshot(id)?;
     let base = snapshot.record().root;
@@ -141,16 +162,20 @@ pub fn open(
 
 /// Tells the vault that a mount whose process was killed does not hold a snapshot any more.
 pub async fn let_go(disk: &LocalDisk, mount: MountId) {
-    let LocalDisk::Snapshot { vault, id } = disk.clone() else {
+    let LocalDisk::Snapshot {
+        vault,
+        id,
+        key_file,
+    } = disk.clone()
+    else {
         return;
     };
     let told = tokio::task::spawn_blocking(move || {
-        let told = vault
-            .open()
-            .and_then(|vault| vault.let_go(&id, session(mount)));
+        let told = vault_of(&vault, key_file.as_ref())
+            .and_then(|vault| Ok(vault.let_go(&id, session(mount))?));
         if let Err(e) = told {
             // It is void a day after the mount's last word.
-            tracing::warn!("{e}");
+            tracing::warn!("{e:#}");
         }
     });
     let _ = told.await;

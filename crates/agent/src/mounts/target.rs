@@ -51,6 +51,9 @@ pub enum LocalDisk {
         vault: Location,
         /// Which of its snapshots.
         id: SnapshotId,
+        /// If the vault is encrypted, the file with its passphrase.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        key_file: Option<PathBuf>,
     },
 }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueHint};
 use drover_agent::text;
-use drover_vault::{Location, Machine, Reference};
+use drover_agent::vaults::Chosen;
+use drover_vault::{Location, Machine, Reference, SessionId};
 
 /// Which vault.
 #[derive(Debug, Clone, Default, Args)]
@@ -13,6 +14,20 @@ pub struct VaultOption {
     /// Directory of the vault, or s3://BUCKET/PREFIX, gs://... or az://... [default: the only one that was created from this site]
     #[arg(long, value_name = "VAULT", value_hint = ValueHint::DirPath)]
     pub vault: Option<Location>,
+    /// If the vault is encrypted: file with its passphrase [default: the one it was created with, else it is asked for]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub key_file: Option<PathBuf>,
+}
+
+impl VaultOption {
+    /// The vault that is named.
+    #[must_use]
+    pub fn chosen(&self) -> Chosen {
+        Chosen {
+            location: self.vault.clone(),
+            key_file: self.key_file.clone(),
+        }
+    }
 }
 
 /// Create a vault, a deduplicated store of snapshots; show and verify it, delete snapshots
@@ -36,25 +51,8 @@ pub struct VaultArgs {
 /// The commands of `vault`.
 #[derive(Debug, Subcommand)]
 pub enum VaultAction {
-    /// Create a vault in an empty directory, or in an object store
-    ///
-    /// Creates the directory, and this site's, if they do not exist. A bucket has to exist. Credentials come from the environment, here and whenever the vault is
-    /// used: for s3://, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION, or the role of the machine; AWS_ENDPOINT_URL for another server than
-    /// Amazon's, and AWS_ALLOW_HTTP=true if that speaks plain HTTP. For gs://, GOOGLE_APPLICATION_CREDENTIALS; for az://, AZURE_STORAGE_ACCOUNT_NAME and
-    /// AZURE_STORAGE_ACCOUNT_KEY. A store that overwrites objects although it is told not to is refused.
-    #[command(after_help = "\
-Examples:
-  drover vault init /srv/vault
-  drover vault init s3://backups/drover
-  AWS_ENDPOINT_URL=https://minio.example:9000 drover vault init s3://backups/drover")]
-    Init {
-        /// Directory, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX
-        #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
-        vault: Location,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
-    },
+    Init(VaultInitArgs),
+    Key(VaultKeyArgs),
     Forget(ForgetArgs),
     /// Free what only forgotten snapshots used, and what interrupted backups left
     ///
@@ -103,6 +101,107 @@ Examples:
   drover vault stats --json")]
     Stats {
         /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+}
+
+/// Create a vault in an empty directory, or in an object store
+///
+/// Creates the directory, and this site's, if they do not exist. A bucket has to exist. Credentials come from the environment, here and whenever the vault is
+/// used: for s3://, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION, or the role of the machine; AWS_ENDPOINT_URL for another server than
+/// Amazon's, and AWS_ALLOW_HTTP=true if that speaks plain HTTP. For gs://, GOOGLE_APPLICATION_CREDENTIALS; for az://, AZURE_STORAGE_ACCOUNT_NAME and
+/// AZURE_STORAGE_ACCOUNT_KEY. A store that overwrites objects although it is told not to is refused.
+///
+/// With --encrypt, everything in the vault is encrypted before it is written, names of machines included: who has the store and no passphrase sees how much
+/// there is, and when it was written. If all passphrases and key files are lost, nobody can read the vault again: there is no way.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault init /srv/vault
+  drover vault init s3://backups/drover
+  drover vault init s3://backups/drover --encrypt --key-file /etc/drover/vault.key
+  AWS_ENDPOINT_URL=https://minio.example:9000 drover vault init s3://backups/drover")]
+pub struct VaultInitArgs {
+    /// Directory, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX
+    #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
+    pub vault: Location,
+    /// Encrypt everything; asks for a passphrase, or takes that in --key-file
+    #[arg(long)]
+    pub encrypt: bool,
+    /// File with the passphrase, created with a random one if it does not exist; this site uses it from now on
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "encrypt")]
+    pub key_file: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Change the passphrases and key files of an encrypted vault
+///
+/// Each opens the vault by itself; nothing that is stored is written again. A key that is removed opens the vault no more, but who has copied the vault while it was there
+/// can still open the copy.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault key add                                 a second passphrase
+  drover vault key add --new-key-file backup.key --label backup
+  drover vault key list
+  drover vault key remove 0f3a9c02d1")]
+pub struct VaultKeyArgs {
+    #[command(subcommand)]
+    pub action: VaultKeyAction,
+}
+
+/// The commands of `vault key`.
+#[derive(Debug, Subcommand)]
+pub enum VaultKeyAction {
+    /// Add a passphrase or a key file
+    #[command(after_help = "\
+Examples:
+  drover vault key add
+  drover vault key add --new-key-file /etc/drover/vault.key")]
+    Add {
+        /// File with the new passphrase, created with a random one if it does not exist [default: it is asked for]
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        new_key_file: Option<PathBuf>,
+        /// What the key is called in lists, for everybody to read
+        #[arg(
+            long,
+            value_name = "TEXT",
+            default_value = "",
+            hide_default_value = true
+        )]
+        label: String,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+    /// Remove a passphrase or key file; the last one cannot be removed
+    #[command(after_help = "\
+Examples:
+  drover vault key remove 0f3a9c02d1")]
+    Remove {
+        /// The key, as in `drover vault key list`
+        #[arg(value_name = "KEY", value_parser = key)]
+        key: SessionId,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        of: VaultOption,
+    },
+    /// List the keys, and which one has opened the vault
+    #[command(after_help = "\
+Examples:
+  drover vault key list
+  drover vault key list --json")]
+    List {
+        /// Print one JSON object per line
         #[arg(long)]
         json: bool,
         #[command(flatten)]
@@ -217,6 +316,10 @@ pub struct RestoreArgs {
     pub json: bool,
     #[command(flatten)]
     pub of: VaultOption,
+}
+
+fn key(text: &str) -> Result<SessionId, String> {
+    SessionId::parse(text).ok_or_else(|| "use the ten digits of `drover vault key list`".into())
 }
 
 fn machine(text: &str) -> Result<Machine, String> {

@@ -1,5 +1,6 @@
 //! Snapshots in a vault, with the real program.
 
+mod encrypted;
 mod s3;
 
 use std::fs;
