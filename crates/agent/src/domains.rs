@@ -191,20 +191,28 @@ pub(crate) fn unmake(home: &Home, name: &str) -> Result<()> {
             return Err(Error::refused(text));
         }
     }
-    let (images, work) = (domain.images_dir(), domain.work_dir());
-    if let Some(other) = entry_but(&images, &work)? {
+    let (images, base) = (domain.images_dir(), domain.work_base());
+    if let Some(other) = entry_but(&images, &[&base])? {
         return Err(Error::refused(format!(
             "the domain {name} is not empty: {} is not an image that it knows; move it away, or index it with `drover index --domain {name}`",
             other.display()
         )));
     }
-    removed(&work, fs::remove_dir_all(&work))?;
+    let work = domain.work_dir();
+    let shared = base.join("shared");
+    let has_others = work != base && entry_but(&base, &[&work, &shared])?.is_some();
+    if has_others {
+        // Other nodes of the site have it still.
+        removed(&work, fs::remove_dir_all(&work))?;
+        return removed(domain.dir(), fs::remove_dir_all(domain.dir()));
+    }
+    removed(&base, fs::remove_dir_all(&base))?;
     removed(&images, fs::remove_dir(&images))?;
     removed(domain.dir(), fs::remove_dir_all(domain.dir()))
 }
 
 /// Something in a directory other than `but`.
-fn entry_but(dir: &Path, but: &Path) -> Result<Option<PathBuf>> {
+fn entry_but(dir: &Path, but: &[&Path]) -> Result<Option<PathBuf>> {
     let failed = || format!("cannot list {}", dir.display());
     let entries = match fs::read_dir(dir) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
@@ -212,7 +220,7 @@ fn entry_but(dir: &Path, but: &Path) -> Result<Option<PathBuf>> {
     };
     for entry in entries {
         let path = entry.with_context(failed)?.path();
-        if path != but {
+        if !but.contains(&path.as_path()) {
             return Ok(Some(path));
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   catalog.url   site.sock   lock   reserve   audit.log   serve.ticket
+//! node.tokens    node.lock
 //! images/        work/         index/        mounted/     mounts/      machines/   qemu/
 //! domains/NAME/  # catalog.db, site.sock, lock, images/, work/, index/ and mounted/ of a domain
 //! ```
@@ -25,9 +26,11 @@ use drover_store::machine::Machines;
 use drover_store::replica::{Records, Replica, Sent};
 use drover_store::space::Places;
 use drover_store::{CatalogUrl, domain};
+use parking_lot::Mutex;
 
 use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
+use crate::node::Node;
 
 pub use config::{BuildConfig, Chosen, Config, MachineConfig};
 pub use reserve::{CleanUp, LOOK_EVERY};
@@ -44,6 +47,8 @@ pub struct Home {
     site: Option<PathBuf>,
     /// The audit log of the site.
     audit: Arc<Audit>,
+    /// This process as a node of the site, while it is one.
+    node: Arc<Mutex<Option<Arc<Node>>>>,
     /// The settings of `config.toml`, or the defaults.
     pub config: Config,
 }
@@ -92,6 +97,7 @@ impl Home {
         }
         let home = Home {
             audit: Audit::new(&dir),
+            node: Arc::default(),
             dir,
             site: None,
             config,
@@ -217,6 +223,7 @@ impl Home {
             dir,
             site: None,
             audit: Arc::clone(&self.audit),
+            node: Arc::clone(&self.node),
             config: self.config.clone(),
         })
     }
@@ -255,6 +262,7 @@ impl Home {
             dir: self.domains_dir().join(name),
             site: Some(self.site_dir().to_owned()),
             audit: Arc::clone(&self.audit),
+            node: Arc::clone(&self.node),
             config: self.config.clone(),
         })
     }
@@ -328,12 +336,73 @@ impl Home {
         self.dir.join("mounted")
     }
 
-    /// Directory where images are assembled, on the file system of [`Home::images_dir`] so that a rename delivers them.
+    /// Directory where images are assembled, on the file system of [`Home::images_dir`] so that a rename delivers them: that of
+    /// the last start of this node, if there may be others.
     pub fn work_dir(&self) -> PathBuf {
+        let base = self.work_base();
+        match self.node_tokens().first() {
+            Some(token) => base.join(token),
+            None => base,
+        }
+    }
+
+    /// The directory of the work directories of all nodes.
+    pub fn work_base(&self) -> PathBuf {
         match &self.config.images {
             Some(_) => self.images_dir().join(".drover-work"),
             None => self.dir.join("work"),
         }
+    }
+
+    /// Directory with the maps of images.
+    pub fn maps_dir(&self) -> PathBuf {
+        match &self.config.catalog {
+            Some(_) => self.work_base().join("shared/maps"),
+            None => self.index_dir().join("maps"),
+        }
+    }
+
+    /// This process as a node of the site; none before it has joined, and after it has left.
+    pub fn node(&self) -> Option<Arc<Node>> {
+        let node = self.node.lock().clone();
+        node.filter(|node| !node.has_left())
+    }
+
+    /// Makes this process a node.
+    pub fn set_node(&self, node: Arc<Node>) {
+        *self.node.lock() = Some(node);
+    }
+
+    /// The same home, as if this process were no node.
+    pub fn apart(&self) -> Home {
+        Home {
+            node: Arc::default(),
+            ..self.clone()
+        }
+    }
+
+    /// The name of this home's node: the configured one, else the host name.
+    pub fn node_name(&self) -> String {
+        self.config.node.clone().unwrap_or_else(|| {
+            let host = rustix::system::uname();
+            drover_store::peer_name::from_untrusted(&host.nodename().to_string_lossy())
+        })
+    }
+
+    /// Where the tokens of the starts of this home's node are noted.
+    pub fn node_tokens_path(&self) -> PathBuf {
+        self.site_dir().join("node.tokens")
+    }
+
+    /// The tokens of the starts of this home's node whose files may be there, the latest first; none if its catalog is a file.
+    pub fn node_tokens(&self) -> Vec<String> {
+        if self.config.catalog.is_none() {
+            return Vec::new();
+        }
+        let text = fs::read_to_string(self.node_tokens_path()).unwrap_or_default();
+        let is_token =
+            |line: &&str| line.len() == 32 && line.bytes().all(|b| b.is_ascii_hexdigit());
+        text.lines().filter(is_token).map(String::from).collect()
     }
 
     /// Directory with the matcher's files.
@@ -601,6 +670,7 @@ mod tests {
             dir: tmp.path().into(),
             site: None,
             audit: Audit::new(tmp.path()),
+            node: Arc::default(),
             config,
         };
         assert_eq!(home.images_dir(), Path::new("/srv/vm"));

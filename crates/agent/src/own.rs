@@ -7,11 +7,14 @@ use drover_teleport::{Site, TeleportError};
 
 use crate::error::Result;
 use crate::home::{Home, HomeLock};
+use crate::join::join;
+use crate::node::Node;
 use crate::site;
 
 /// The site of this home, opened by this process because none is running.
 pub struct Own {
     site: Arc<Site>,
+    node: Option<Arc<Node>>,
     _lock: HomeLock,
 }
 
@@ -22,8 +25,14 @@ impl Own {
     /// When another process holds the home, or its files cannot be used.
     pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
         let lock = home.lock()?;
+        let of = home.clone();
+        let node = tokio::task::spawn_blocking(move || join(&of)).await??;
         let site = site::open(home, catalog, &home.identity()?, site::supplies(home)).await?;
-        let own = Own { site, _lock: lock };
+        let own = Own {
+            site,
+            node,
+            _lock: lock,
+        };
         crate::changes::recover_own(home, catalog, &own.site).await?;
         Ok(own)
     }
@@ -70,8 +79,15 @@ impl Own {
     /// When its files cannot be saved. A full disk is not an error: it only slows down the next start, and a notice
     /// says so.
     pub async fn close(self) -> Result<()> {
-        let site = Arc::clone(&self.site);
-        match tokio::task::spawn_blocking(move || site.close()).await? {
+        let (site, node) = (Arc::clone(&self.site), self.node);
+        let close = move || {
+            let closed = site.close();
+            if let Some(node) = node {
+                node.leave();
+            }
+            closed
+        };
+        match tokio::task::spawn_blocking(close).await? {
             Err(e) if e.is_full() => {
                 crate::notice::notice(&format!(
                     "cannot save the caches of the matcher, which will be rebuilt at the next start: {}",

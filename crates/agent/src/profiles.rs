@@ -44,7 +44,7 @@ impl Audited for PutProfile {
 
 /// The profiles of the images of a home.
 pub fn of(home: &Home) -> Profiles {
-    Profiles::beside(&home.index_dir().join("maps"))
+    Profiles::beside(&home.maps_dir())
 }
 
 /// What became of a profile that was put to an image.

@@ -1,13 +1,13 @@
 //! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
 //! - `admission`: connection limits; `audited`: requests that the audit log tells of.
-//! - `claim`: one running site with a catalog on a database server.
 //! - `conversation`: handles one connection, from handshake to close; `strangers`: log lines about unknown keys.
 //! - `server`: state shared by all connections; `services`: the table of services, which are `changes`,
 //!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
 //! - `domains`: the parts of a site that do not see each other; `in_domain`: services in the domain of the
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
 //! - `machines`: machines that migrate to the site, and disks that move to it; `moves`: all of them.
+//! - `nodes`: the site as one of several nodes.
 //! - `ownership`: what belongs to a caller.
 //! - `expiry`: removes abandoned transfers.
 //! - `look`: the status of all domains.
@@ -21,7 +21,6 @@
 mod admission;
 mod audited;
 mod changes;
-mod claim;
 mod conversation;
 mod domains;
 mod enforce;
@@ -38,6 +37,7 @@ mod manage;
 mod matchers;
 mod matching;
 mod moves;
+mod nodes;
 mod owners;
 mod ownership;
 mod pairing;
@@ -68,6 +68,7 @@ use tokio::task::JoinSet;
 use crate::addresses;
 use crate::error::{Context, Error, Result, one_line};
 use crate::home::{CleanUp, Home, LOOK_EVERY};
+use crate::join::join;
 use crate::pairing::{ShownTicket, ticket_of_server};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, stopped};
@@ -122,7 +123,8 @@ pub struct Ready {
 pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Result<()> {
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
-    claim::check(&home, &catalog)?;
+    let its = home.clone();
+    let node = tokio::task::spawn_blocking(move || join(&its)).await??;
     home.remember_catalog()?;
     let supplies = site::supplies(&home);
     let absences = Arc::new(Absences::default());
@@ -138,7 +140,11 @@ pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Resu
     let recovery = Recovery::begin(domain.here(identity.key()));
     let domains = Domains::new(supplies, absences);
     let duty = (Duty::Site(domain), domains, Some(recovery));
-    run(home, args, identity, catalog, duty, ready).await
+    let ended = run(home, args, identity, catalog, duty, ready).await;
+    if let Some(node) = node {
+        tokio::task::spawn_blocking(move || node.leave()).await?;
+    }
+    ended
 }
 
 /// Runs a standalone teleporter until a signal stops it.
@@ -180,6 +186,10 @@ async fn run(
         &args.advertise
     };
     let addresses = addresses::of_listener(listener.local_addr(), advertise).map_err(Error::msg)?;
+    let addresses = match home.node() {
+        Some(node) => nodes::addresses(&node, addresses)?,
+        None => addresses,
+    };
     addresses::save(&catalog, &addresses)?;
     let socket = SocketPath::of(&home.socket())?;
     let local = LocalListener::bind(socket.path())?;
@@ -215,7 +225,8 @@ async fn run(
     tokio::spawn(close_idle(Arc::clone(&server)));
     tokio::spawn(expiry::expire_transfers(Arc::clone(&server)));
     tokio::spawn(enforce::enforce(Arc::clone(&server)));
-    let taken = claim::taken(Arc::clone(&server));
+    tokio::spawn(nodes::follow(Arc::clone(&server)));
+    let lost = nodes::lost(Arc::clone(&server));
     for name in server.home.domains()? {
         let home = server.home.domain(&name);
         // Whatever else is wrong with it, its peers reach it over the network.
@@ -239,7 +250,7 @@ async fn run(
     let talks = tokio::select! {
         talks = accepted => talks?,
         // At once, as if it were killed: what is under way can be resumed.
-        e = taken => return Err(e),
+        e = lost => return Err(e),
     };
     drop((listener, local, services));
     finish(&server, talks, recovery, moves).await

@@ -10,8 +10,8 @@ use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, CatalogError, CatalogUrl, Grant, Peer, SiteCatalog};
 use drover_teleport::services::OpenSession;
 use drover_teleport::{
-    Callbacks, Holder, RemoteTeleporter, RightsOf, SendEvent, SendStep, Site, SiteConfig, Supplies,
-    Watcher,
+    Callbacks, Holder, RemoteTeleporter, RightsOf, SendEvent, SendStep, Shared, Site, SiteConfig,
+    Supplies, Watcher,
 };
 
 use crate::audit::{Audit, Event, Record};
@@ -180,7 +180,20 @@ pub async fn open(
         key: peer.key,
         addresses: peer.addresses,
     });
+    let node = home.node();
+    if let Some(node) = &node {
+        catalog.change_as(node.token());
+    } else if let Some(url) = &home.config.catalog {
+        return Err(Error::msg(format!(
+            "this process is no node of the site at {url}"
+        )));
+    }
     let config = SiteConfig {
+        shared: node.map(|node| Shared {
+            maps_dir: home.maps_dir(),
+            work_dirs: home.work_base(),
+            others: node.among(home.domain_name()),
+        }),
         images_dir: home.images_dir(),
         work_dir: home.work_dir(),
         state_dir: home.index_dir(),

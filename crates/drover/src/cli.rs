@@ -19,6 +19,7 @@ mod flock;
 mod migrate;
 mod mounts;
 mod moves;
+mod nodes;
 mod peers;
 mod profile;
 mod replicate;
@@ -38,6 +39,7 @@ pub use mounts::{
     OptionArgs, UnmountArgs,
 };
 pub use moves::MoveArgs;
+pub use nodes::{NodesAction, NodesArgs};
 pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
 pub use profile::{ProfileAction, ProfileArgs};
 pub use replicate::{FailoverArgs, ReplicateArgs, Replicated};
@@ -139,6 +141,7 @@ pub enum Command {
     Teleporter(TeleporterArgs),
     Peers(PeersArgs),
     Domains(DomainsArgs),
+    Nodes(NodesArgs),
     Audit(AuditArgs),
     Digest(DigestArgs),
     Completions(CompletionsArgs),

@@ -15,6 +15,7 @@ mod images;
 mod migrate;
 mod mounts;
 mod moves;
+mod nodes;
 mod out;
 mod peers;
 mod profile;
@@ -187,6 +188,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Status(args) => wait(status::status(&existing()?, args)),
         Command::Peers(args) => peers::peers(&existing()?, args),
         Command::Audit(args) => audit::audit(&existing()?, &args),
+        Command::Nodes(args) => nodes::nodes(&existing()?, args),
         Command::Domains(args) => wait(domains::domains(&existing()?, args)),
         Command::Digest(args) => images::digest(args),
         Command::Completions(args) => generate::completions(&args),

@@ -119,6 +119,7 @@ async fn depart(
         peer: peer.key,
         peer_name: peer.name.clone(),
         addresses: peer.addresses.clone(),
+        route: Arc::default(),
         limit,
         dry_run: args.dry_run,
         connections: None,

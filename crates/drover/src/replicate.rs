@@ -172,6 +172,7 @@ fn options(home: &Home, args: &ReplicateArgs, peer: &Peer, sent: &Sent) -> Resul
             peer: peer.key,
             peer_name: peer.name.clone(),
             addresses: peer.addresses.clone(),
+            route: Arc::default(),
             limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
             dry_run: false,
             connections: None,

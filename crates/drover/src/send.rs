@@ -62,6 +62,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         peer: peer.key,
         peer_name: peer.name.clone(),
         addresses: peer.addresses,
+        route: Arc::default(),
         limit,
         dry_run: args.dry_run,
         connections: args.connections,

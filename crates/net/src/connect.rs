@@ -86,6 +86,18 @@ pub async fn connect_any<A: AsRef<str>>(
     expected: &PeerKey,
     options: &ConnectOptions,
 ) -> Result<Connection, NetError> {
+    let found = connect_first(addresses, identity, expected, options, None).await;
+    found.map(|(_, connection)| connection)
+}
+
+/// The same, and which address it was; `last` is tried after all others.
+pub(crate) async fn connect_first<A: AsRef<str>>(
+    addresses: &[A],
+    identity: &Identity,
+    expected: &PeerKey,
+    options: &ConnectOptions,
+    last: Option<SocketAddr>,
+) -> Result<(SocketAddr, Connection), NetError> {
     let mut failures = Failures::default();
     let mut targets: Vec<SocketAddr> = Vec::new();
     for address in addresses.iter().map(AsRef::as_ref) {
@@ -101,6 +113,7 @@ pub async fn connect_any<A: AsRef<str>>(
         }
     }
 
+    targets.sort_by_key(|target| Some(*target) == last);
     let mut waiting = targets.into_iter();
     let mut running = JoinSet::new();
     loop {
@@ -125,7 +138,7 @@ pub async fn connect_any<A: AsRef<str>>(
             }
         };
         match done {
-            Some(Ok((_, Ok(connection)))) => return Ok(connection),
+            Some(Ok((target, Ok(connection)))) => return Ok((target, connection)),
             Some(Ok((target, Err(failure)))) => failures.add(target, failure),
             // A panic in an attempt is a bug of ours: propagate it.
             Some(Err(e)) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),

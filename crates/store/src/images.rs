@@ -38,6 +38,8 @@ pub struct Images {
     open: Mutex<Vec<(ImageId, Arc<OpenImage>)>>,
     /// Images whose maps are missing or damaged.
     lost: Mutex<HashSet<ImageId>>,
+    /// Locked from when the catalog is read or changed until `records` says the same.
+    changing: Mutex<()>,
 }
 
 impl Images {
@@ -52,6 +54,17 @@ impl Images {
         awaited: &HashSet<ImageId>,
         repairs: &mut Vec<String>,
     ) -> Result<Self, StoreError> {
+        let images = Images::open_shared(catalog, maps_dir)?;
+        images.reconcile(awaited, repairs)?;
+        Ok(images)
+    }
+
+    /// The same for a directory of maps that other nodes use as well: what the catalog lacks of it may be about to be entered by one of
+    /// them.
+    ///
+    /// # Errors
+    /// As [`Images::open`].
+    pub fn open_shared(catalog: Arc<dyn Catalog>, maps_dir: PathBuf) -> Result<Self, StoreError> {
         make_private_dir(&maps_dir).map_err(StoreError::file("create", &maps_dir))?;
         let listed = catalog.images()?;
         let records = listed.into_iter().map(|r| (r.id, r)).collect();
@@ -62,9 +75,54 @@ impl Images {
             records: RwLock::new(records),
             open: Mutex::default(),
             lost: Mutex::default(),
+            changing: Mutex::default(),
         };
-        images.reconcile(awaited, repairs)?;
         Ok(images)
+    }
+
+    /// Reads the catalog again, which another node may have changed. Returns the images that left, and those that came.
+    ///
+    /// # Errors
+    /// When the catalog cannot be read.
+    pub fn refresh(&self) -> Result<(Vec<ImageId>, Vec<ImageId>), StoreError> {
+        let _changing = self.changing.lock();
+        let listed = self.catalog.images()?;
+        let now: HashMap<_, _> = listed.into_iter().map(|r| (r.id, r)).collect();
+        let mut records = self.records.write();
+        let gone = records.keys().filter(|id| !now.contains_key(id));
+        let gone: Vec<ImageId> = gone.copied().collect();
+        let new = now.keys().filter(|id| !records.contains_key(id));
+        let new = new.copied().collect();
+        *records = now;
+        drop(records);
+        gone.iter().for_each(|id| self.close(*id));
+        Ok((gone, new))
+    }
+
+    /// Reads the record of one image again, as [`Images::refresh`] does.
+    ///
+    /// # Errors
+    /// When the catalog cannot be read.
+    pub fn reread(&self, name: &ImageName) -> Result<(), StoreError> {
+        let _changing = self.changing.lock();
+        let now = self.catalog.by_name(name)?;
+        let mut records = self.records.write();
+        let before = records.values().find(|r| r.name == *name).map(|r| r.id);
+        let gone = before.filter(|id| now.as_ref().is_none_or(|now| now.id != *id));
+        if let Some(gone) = gone {
+            records.remove(&gone);
+        }
+        if let Some(now) = now {
+            records.insert(now.id, now);
+        }
+        drop(records);
+        gone.iter().for_each(|id| self.close(*id));
+        Ok(())
+    }
+
+    fn close(&self, id: ImageId) {
+        self.open.lock().retain(|(i, _)| *i != id);
+        self.lost.lock().remove(&id);
     }
 
     /// Restores images whose maps exist but whose records were lost, and removes orphaned maps.
@@ -189,6 +247,7 @@ impl Images {
     /// # Errors
     /// When the catalog fails.
     pub fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, StoreError> {
+        let _changing = self.changing.lock();
         let old = self.catalog.put(record)?;
         let old = old.filter(|o| o.id != record.id);
         if let Some(old) = &old {
@@ -204,6 +263,7 @@ impl Images {
     /// # Errors
     /// When the catalog fails.
     pub fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, StoreError> {
+        let _changing = self.changing.lock();
         let old = self.catalog.remove(name)?;
         if let Some(old) = &old {
             self.drop_record(old);
@@ -213,8 +273,7 @@ impl Images {
 
     fn drop_record(&self, old: &ImageRecord) {
         self.records.write().remove(&old.id);
-        self.open.lock().retain(|(i, _)| *i != old.id);
-        self.lost.lock().remove(&old.id);
+        self.close(old.id);
         let _ = std::fs::remove_file(self.map_path(old.id));
         let _ = self.profiles.remove(old.id);
     }

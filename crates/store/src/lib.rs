@@ -6,6 +6,7 @@
 //! - [`Grant`]: what a peer may do; [`domain`]: the names of domains.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
+//! - [`nodes`]: the nodes of a site that share its catalog and the directory of its images.
 //! - [`Likeness`]: what is noted of an image to choose similar ones; [`KnownFiles`]: that of every image of a site, and of files that
 //!   are not indexed.
 //! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`machine`]: which site may run a machine; [`generations`]: when
@@ -45,6 +46,7 @@ pub mod lease;
 mod likeness;
 pub mod machine;
 pub mod naming;
+pub mod nodes;
 pub mod peer_name;
 pub mod profile;
 pub mod replica;

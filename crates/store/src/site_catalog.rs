@@ -30,6 +30,8 @@ use crate::catalog_error::Result;
 use crate::grant::Grant;
 #[cfg(feature = "postgres")]
 use postgres::Postgres;
+#[cfg(feature = "postgres")]
+pub(crate) use postgres::ServerTable;
 use rows::Setting;
 use seal::Seal;
 use sqlite::Sqlite;
@@ -109,18 +111,16 @@ impl SiteCatalog {
         Err(without_postgres(url))
     }
 
-    /// Claims to be the only running site with this catalog, for as long as this lives, and whether it is: on a database
-    /// server another process may be. Without one, the lock of the home says it. To be called again from time to time,
-    /// since a lost connection ends the claim.
-    ///
-    /// # Errors
-    /// When the server cannot be reached.
-    pub fn claim(&self) -> Result<bool> {
+    /// Makes the changes that follow those of the node with this token: when its term is over and another has taken over from
+    /// it, they fail. Without a database server there are no other nodes.
+    pub fn change_as(&self, token: &str) {
         match &self.database {
-            Database::Sqlite(_) => Ok(true),
+            Database::Sqlite(_) => {}
             #[cfg(feature = "postgres")]
-            Database::Postgres(server) => server.claim(),
+            Database::Postgres(server) => server.change_as(token),
         }
+        #[cfg(not(feature = "postgres"))]
+        let _ = token;
     }
 
     /// All rows of all tables.
@@ -206,7 +206,8 @@ impl SiteCatalog {
 }
 
 #[cfg(not(feature = "postgres"))]
-fn without_postgres(url: &CatalogUrl) -> crate::CatalogError {
+/// The error of a drover that was built without it.
+pub(crate) fn without_postgres(url: &CatalogUrl) -> crate::CatalogError {
     crate::CatalogError::Conflict(format!(
         "cannot use the catalog at {url}: this drover was built without PostgreSQL (feature `postgres`)"
     ))

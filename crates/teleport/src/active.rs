@@ -7,16 +7,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
+use drover_net::Refusal;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
+
+use crate::others::{ASK_EVERY, NotHeld, Others};
 
 /// The key of a holder that yields to any transfer.
 pub const ANYBODY: &str = "";
 
 /// The names with a transfer in progress, so that no two write the same one.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Active {
     names: Mutex<Names>,
+    /// The other nodes of the site.
+    others: Option<Arc<dyn Others>>,
     /// Numbers the sessions, so that an older one never stops a newer one.
     asked: AtomicU64,
     freed: Condvar,
@@ -37,7 +42,7 @@ struct Holder {
 }
 
 /// Why a name cannot be taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Taken {
     /// Another transfer holds it.
     ByAnother,
@@ -45,12 +50,16 @@ pub enum Taken {
     ByNewer,
     /// An older session of the same transfer has not released it yet: retry later.
     Still,
+    /// It cannot be had among the nodes of the site.
+    Refused(Refusal),
 }
 
 /// Holds a name until dropped.
 pub struct Hold {
     active: Arc<Active>,
     name: ImageName,
+    /// Whether it is held among the nodes, too.
+    among: bool,
     /// Becomes true when a newer session of the same transfer wants to take over.
     pub stop: watch::Receiver<bool>,
 }
@@ -65,6 +74,14 @@ pub struct Claim {
 pub const OLDEST: u64 = 0;
 
 impl Active {
+    /// None yet, at a site with other nodes.
+    pub fn among(others: Option<Arc<dyn Others>>) -> Self {
+        Active {
+            others,
+            ..Self::default()
+        }
+    }
+
     /// A session number higher than all before it.
     pub fn number(&self) -> u64 {
         let before = self.asked.fetch_add(1, Ordering::Relaxed);
@@ -107,11 +124,27 @@ impl Active {
             stop: sender,
         };
         names.held.insert(name.clone(), holder);
-        Ok(Hold {
+        drop(names);
+        let mut hold = Hold {
             active: self.clone(),
             name: name.clone(),
+            among: false,
             stop,
-        })
+        };
+        // Whoever yields to anybody only reads what is here.
+        let others = self.others.as_ref().filter(|_| key != ANYBODY);
+        while let Some(others) = others.filter(|_| !hold.among) {
+            match others.hold(name, key) {
+                Ok(()) => hold.among = true,
+                Err(NotHeld::Wait(_)) if Instant::now() < deadline && !*hold.stop.borrow() => {
+                    std::thread::sleep(ASK_EVERY);
+                }
+                Err(NotHeld::Wait(_)) => return Err(Taken::Still),
+                Err(NotHeld::Taken(_)) => return Err(Taken::ByAnother),
+                Err(NotHeld::Refused(refusal)) => return Err(Taken::Refused(refusal)),
+            }
+        }
+        Ok(hold)
     }
 
     /// Whether a transfer with that key is in progress.
@@ -148,6 +181,9 @@ impl Drop for Claim {
 
 impl Drop for Hold {
     fn drop(&mut self) {
+        if let Some(others) = self.active.others.as_ref().filter(|_| self.among) {
+            others.free(&self.name);
+        }
         self.active.names.lock().held.remove(&self.name);
         self.active.freed.notify_all();
     }

@@ -241,6 +241,19 @@ pub fn clear(file: &File, spans: impl IntoIterator<Item = (u64, u64)>) -> io::Re
     Ok(())
 }
 
+/// The spans of a file that are not holes.
+///
+/// # Errors
+/// I/O errors.
+pub fn data_spans(file: &File, len: u64) -> io::Result<Spans> {
+    let (mut out, mut at) = (Spans::new(), 0);
+    while let Some(data) = next_data(file, at)?.filter(|data| *data < len) {
+        at = next_hole(file, data)?.min(len);
+        out.push((Some(data), at - data));
+    }
+    Ok(out)
+}
+
 /// The first byte at or after `at` that is not in a hole.
 fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {

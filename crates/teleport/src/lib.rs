@@ -43,6 +43,7 @@
 //!     sequence_data_bytes: 64 << 20,
 //!     image_mode: 0o600,
 //!     disk: Arc::new(drover_storage::HostDisk),
+//!     shared: None,
 //! };
 //! let (site, _) = Site::open(config, Arc::new(catalog))?;
 //! let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
@@ -75,6 +76,7 @@
 //!     peer: there.key(),
 //!     peer_name: "paris".into(),
 //!     addresses: vec![address],
+//!     route: Arc::default(),
 //!     limit: None,
 //!     dry_run: false,
 //!     connections: None,
@@ -105,6 +107,7 @@ pub mod fuzzing;
 mod launch;
 mod log;
 mod matching;
+mod others;
 mod partials;
 pub mod progress;
 pub mod protocol;
@@ -129,6 +132,7 @@ pub use flock::{
 };
 pub use launch::{Launch, LaunchDevice, LaunchStatus, boot, follow};
 pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
+pub use others::{FENCED, NotHeld, Others, Shared};
 pub use session::{
     DataConnections, FindProfile, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem,
     SendLane, SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,

@@ -87,6 +87,9 @@ async fn run(
         if sender.progress() > before {
             progress_at = std::time::Instant::now();
             backoff.reset();
+        } else {
+            // Another node of the site may do better.
+            options.route.leave().await;
         }
         if !sender.was_connected() || progress_at.elapsed() > options.give_up_after {
             return Err(error);

@@ -8,6 +8,7 @@ mod flocks;
 mod give_way;
 mod known;
 mod launching;
+mod nodes;
 mod old_copies;
 mod open;
 mod profiles;
@@ -41,6 +42,7 @@ use crate::active::Active;
 use crate::flock::live::Flocks;
 use crate::launch::Launches;
 use crate::matching::{Matching, RemoteTeleporter};
+use crate::others::Shared;
 use crate::partials::Partials;
 use crate::protocol::Delivered;
 use crate::session::SessionShared;
@@ -58,7 +60,7 @@ pub use watch::{SendEvent, SendStep, Watcher};
 const THREADS_END: Duration = Duration::from_secs(20);
 
 /// Directories and limits of a site.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct SiteConfig {
     /// Delivered images.
     pub images_dir: PathBuf,
@@ -79,6 +81,8 @@ pub struct SiteConfig {
     pub image_mode: u32,
     /// The disk that holds `work_dir`.
     pub disk: Arc<dyn Disk>,
+    /// What it shares with other nodes of the site, if it may have any.
+    pub shared: Option<Shared>,
 }
 
 /// Counters since the site started.

@@ -12,6 +12,7 @@ use drover_hypervisor::libvirt::Uri;
 use drover_hypervisor::spec::{Accelerator, Card};
 use drover_net::DEFAULT_DOMAIN;
 use drover_store::CatalogUrl;
+use drover_store::nodes::{DEFAULT_TERM, MAX_TERM, MIN_TERM};
 use serde::{Deserialize, Deserializer};
 
 use super::qemu::Files;
@@ -47,6 +48,12 @@ pub struct Config {
     /// The PostgreSQL database that has the catalog, in the place of a file in the home.
     #[serde(default, deserialize_with = "catalog")]
     pub catalog: Option<CatalogUrl>,
+    /// The name of this node, where several share a site.
+    #[serde(default, deserialize_with = "node")]
+    pub node: Option<String>,
+    /// How long the other nodes wait for this one before they take over from it, as in `"30s"`.
+    #[serde(default, deserialize_with = "node_term")]
+    node_term: Option<Duration>,
     /// Upper bound on the bytes per second that `send` puts on the wire, as in `"20M"`.
     #[serde(default, deserialize_with = "rate")]
     pub limit: Option<u64>,
@@ -272,6 +279,11 @@ impl Config {
         }
     }
 
+    /// How long the terms of this node are.
+    pub fn term(&self) -> Duration {
+        self.node_term.unwrap_or(DEFAULT_TERM)
+    }
+
     /// Permissions of delivered images.
     pub fn image_mode(&self) -> u32 {
         self.image_mode.unwrap_or(IMAGE_MODE)
@@ -295,6 +307,32 @@ fn parsed<'de, T, D: Deserializer<'de>>(
 
 fn catalog<'de, D: Deserializer<'de>>(d: D) -> Result<Option<CatalogUrl>, D::Error> {
     parsed(d, |text| text.parse())
+}
+
+fn node<'de, D: Deserializer<'de>>(d: D) -> Result<Option<String>, D::Error> {
+    parsed(d, |text| {
+        let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        match !text.is_empty() && text.len() <= 64 && text.chars().all(good) {
+            true => Ok(text.to_owned()),
+            false => {
+                Err("the name of a node has at most 64 letters, digits, `.`, `-` and `_`".into())
+            }
+        }
+    })
+}
+
+fn node_term<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Error> {
+    parsed(d, |text| {
+        let term = text::parse_duration(text)?;
+        match (MIN_TERM..=MAX_TERM).contains(&term) {
+            true => Ok(term),
+            false => Err(format!(
+                "a term lasts from {} to {} s",
+                MIN_TERM.as_secs(),
+                MAX_TERM.as_secs()
+            )),
+        }
+    })
 }
 
 fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {

@@ -1,19 +1,25 @@
 //! Connections of a mount to a peer.
 
 use drover_mount::client::{ConnectError, Connecting, Connector};
-use drover_net::{ConnectOptions, Identity, connect_any};
+use drover_net::{ConnectOptions, Identity, Route};
 use drover_store::Peer;
 
 /// Opens a mount's connections to a peer.
 pub struct PeerConnector {
     identity: Identity,
     peer: Peer,
+    /// All connections of a mount go to one node of the site.
+    route: Route,
 }
 
 impl PeerConnector {
     /// A connector from this site to `peer`.
     pub fn new(identity: Identity, peer: Peer) -> PeerConnector {
-        PeerConnector { identity, peer }
+        PeerConnector {
+            identity,
+            peer,
+            route: Route::default(),
+        }
     }
 }
 
@@ -27,7 +33,10 @@ impl Connector for PeerConnector {
                 ..
             } = &self.peer;
             let options = ConnectOptions::named(name);
-            let connection = connect_any(addresses, &self.identity, key, &options).await;
+            let connection = self
+                .route
+                .connect(addresses, &self.identity, key, &options)
+                .await;
             // A site that is down may come back, so retry; a wrong identity is permanent.
             connection.map_err(|e| ConnectError {
                 fatal: e.refused(),

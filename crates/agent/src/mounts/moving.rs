@@ -119,6 +119,7 @@ impl MoveDisk {
                 peer: peer.key,
                 peer_name: peer.name.clone(),
                 addresses: peer.addresses,
+                route: Arc::default(),
                 limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
                 dry_run: self.dry_run,
                 connections: None,

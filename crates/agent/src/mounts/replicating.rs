@@ -132,6 +132,7 @@ pub async fn run(
             peer: peer.key,
             peer_name: peer.name.clone(),
             addresses: peer.addresses,
+            route: Arc::default(),
             limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
             dry_run: false,
             connections: None,

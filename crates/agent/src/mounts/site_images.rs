@@ -65,6 +65,7 @@ pub fn limited_server(
             audit: Arc::clone(home.audit()),
             domain: home.domain_name().to_owned(),
             state: home.mounted_dir(),
+            home: home.clone(),
             receives,
         }),
         state: home.mounted_dir(),
@@ -115,10 +116,25 @@ struct SiteImages {
     domain: String,
     /// The directory of changes to images.
     state: PathBuf,
+    home: Home,
     receives: Receiving,
 }
 
 impl SiteImages {
+    /// Notes an image as mounted at this node of the site, or as written by a mount, if there may be other nodes.
+    fn note_mount(&self, name: &ImageName, writes: bool) -> Result<(), Refusal> {
+        match (self.home.node(), &self.home.config.catalog) {
+            (Some(node), _) => node.mount(&self.domain, name, writes),
+            (None, None) => Ok(()),
+            (None, Some(url)) => {
+                let text = format!(
+                    "the site at {url} may have other nodes, so {name} can only be mounted while it runs here: start it with `drover serve`"
+                );
+                Err(Refusal::new(Code::Unavailable, text))
+            }
+        }
+    }
+
     /// Opens an image that is still arriving, if there is one of that name.
     fn arriving(&self, name: &ImageName) -> Result<Option<Base>, Refusal> {
         let Some(site) = self.receives.get().and_then(Weak::upgrade) else {
@@ -297,10 +313,12 @@ impl Images for SiteImages {
 
     fn may_be_written(&self, name: &ImageName, mount: MountId) -> Result<(), Refusal> {
         machines::may_be_written(&self.disks, name, Some(mount))?;
-        replicas::may_be_written(&self.replicas, name)
+        replicas::may_be_written(&self.replicas, name)?;
+        self.note_mount(name, true)
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        self.note_mount(name, false)?;
         let record = match self.record(name) {
             Err(refusal) if refusal.code == Code::NotFound => {
                 return self.arriving(name)?.ok_or(refusal);
@@ -331,6 +349,13 @@ impl Images for SiteImages {
     }
 
     fn happened(&self, name: &ImageName, what: &Happened) {
+        if let Some(node) = self.home.node() {
+            match what {
+                Happened::Opened { .. } => node.connected(&self.domain, name, true),
+                Happened::Closed { .. } => node.connected(&self.domain, name, false),
+                _ => {}
+            }
+        }
         let record = match what {
             Happened::Opened { peer, from, access } => Record::new(Event::MountOpened)
                 .by(peer)

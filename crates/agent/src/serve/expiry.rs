@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drover_net::DEFAULT_DOMAIN;
+use drover_teleport::FENCED;
 
 use super::in_domain::InDomain;
 use super::server::{Duty, Server};
@@ -69,6 +70,11 @@ fn has_expired(home: &Home, after: Duration) -> Result<bool> {
     let oldest = now_unix().saturating_sub(after);
     let transfers = drover_teleport::unfinished(&home.work_dir())?;
     let flocks = drover_teleport::flocks(&home.work_dir())?;
+    let nodes = std::fs::read_dir(home.work_base()).into_iter().flatten();
+    let is_gone = |dir: std::fs::DirEntry| dir.path().extension().is_some_and(|e| e == FENCED);
+    if home.config.catalog.is_some() && nodes.flatten().any(is_gone) {
+        return Ok(true);
+    }
     Ok(transfers
         .iter()
         .any(|transfer| transfer.touched_unix < oldest)

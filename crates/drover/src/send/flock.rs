@@ -184,6 +184,7 @@ fn options_of(home: &Home, args: &SendArgs, peer: &Peer) -> Result<SendOptions> 
         peer: peer.key,
         peer_name: peer.name.clone(),
         addresses: peer.addresses.clone(),
+        route: Arc::default(),
         limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
         dry_run: args.dry_run,
         connections: args.connections,

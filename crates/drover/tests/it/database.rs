@@ -46,7 +46,7 @@ fn a_site_on_a_server_is_what_it_was_in_a_file() {
     let used = server.sql(&url, "SELECT count(*) FROM \"drover/default\".images");
     assert_eq!(used, "1");
     far.stop();
-    // From now on without being told; and only one at a time.
+    // From now on without being told.
     let far = world.process("far", &serve);
     assert_eq!(names("near", &["far"]), "a.img");
     world.run("far", &["domains", "add", "acme"]).ok();
@@ -72,7 +72,10 @@ fn a_site_on_a_server_is_what_it_was_in_a_file() {
             "other",
             &["serve", "--listen", "127.0.0.1:0", "--catalog", &url],
         )
-        .fails(3, &["another running site uses the catalog at postgres://"]);
+        .fails(
+            3,
+            &["is not the one of this site's other nodes", ".drover-site"],
+        );
 
     // The server goes away while an image is under way, which arrives all the same.
     let b = world.image("b.img", 2, 10_000);

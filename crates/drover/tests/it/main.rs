@@ -17,6 +17,7 @@ mod missing;
 mod mount;
 mod mount_offline;
 mod moves;
+mod nodes;
 mod pairing;
 mod profile;
 mod send;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use drover_net::{ConnectOptions, Identity, NetError, connect, connect_any};
+use drover_net::{ConnectOptions, Identity, Listener, NetError, Route, connect, connect_any};
 use tokio::net::TcpListener;
 
 use crate::util::listener;
@@ -80,6 +80,47 @@ async fn the_address_where_the_right_site_answers_wins() {
         both.iter().all(|a| e.to_string().contains(a.as_str())),
         "{e}"
     );
+}
+
+/// A site runs on two nodes: what belongs together goes to one of them.
+#[tokio::test]
+async fn a_route_stays_with_an_address_until_it_does_not_answer_or_is_left() {
+    let (me, site) = (Identity::generate(), Identity::generate());
+    let mut addresses = Vec::new();
+    let mut nodes = Vec::new();
+    for _ in 0..2 {
+        let node = Listener::bind("127.0.0.1:0".parse().unwrap(), &site)
+            .await
+            .unwrap();
+        addresses.push(node.local_addr().to_string());
+        nodes.push(tokio::spawn(async move {
+            loop {
+                let pending = node.accept().await.unwrap();
+                tokio::spawn(pending.handshake());
+            }
+        }));
+    }
+    let (route, options) = (Route::default(), ConnectOptions::named("lyon"));
+    let to = async || {
+        let all = &addresses;
+        let connection = route.connect(all, &me, &site.key(), &options).await;
+        let remote = connection.unwrap().remote().to_owned();
+        all.iter()
+            .position(|a| remote.ends_with(a.as_str()))
+            .unwrap()
+    };
+    // Also those that are made at the same time.
+    let (first, second, third) = tokio::join!(to(), to(), to());
+    assert_eq!([second, third], [first; 2]);
+    let other = 1 - first;
+    // Left, it is the last to be tried; on a slow machine it may still be the first that answers.
+    route.leave().await;
+    let now = to().await;
+    assert_eq!(to().await, now);
+    nodes[now].abort();
+    let _ = (&mut nodes[now]).await;
+    assert_eq!(to().await, 1 - now);
+    assert!(now == other || now == first);
 }
 
 #[tokio::test]

@@ -6,6 +6,8 @@
 //! tried again.
 
 mod link;
+mod listen;
+mod nodes;
 mod open;
 mod schema;
 mod waits;
@@ -23,6 +25,8 @@ use link::{Link, Server};
 use open::Open;
 use waits::in_place;
 
+pub use nodes::ServerTable;
+
 /// Begins a transaction and waits for its turn to change something.
 const BEGIN: &str = "BEGIN; SELECT 1 FROM seal WHERE id = 1 FOR UPDATE";
 
@@ -30,8 +34,8 @@ const BEGIN: &str = "BEGIN; SELECT 1 FROM seal WHERE id = 1 FOR UPDATE";
 pub struct Postgres {
     server: Server,
     link: Mutex<Link>,
-    /// The connection of [`Postgres::claim`].
-    claim: Mutex<Link>,
+    /// The token of the node that this process is, if it is one.
+    node: Mutex<Option<String>>,
 }
 
 impl Postgres {
@@ -57,31 +61,14 @@ impl Postgres {
         let catalog = Postgres {
             server,
             link: Mutex::new(link),
-            claim: Mutex::default(),
+            node: Mutex::default(),
         };
         Ok((catalog, filled))
     }
 
-    /// See [`super::SiteCatalog::claim`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn claim(&self) -> Result<bool> {
-        let claimed = in_place(|| {
-            let mut claim = self.claim.lock();
-            // The lock is one of the session: it lasts as long as the connection, on which it is taken again and again.
-            let open = Open::new(claim.client(&self.server)?.0);
-            let sql = format!(
-                "SELECT pg_try_advisory_lock(hashtextextended(current_database() || '{}', 0))",
-                self.server.schema
-            );
-            let is_alone = open.is(sql)?;
-            if is_alone {
-                claim.client = open.sound();
-            }
-            Ok(is_alone)
-        });
-        claimed.map_err(|e: RowError| e.at_server("claiming it", &self.server.shown))
+    /// See [`super::SiteCatalog::change_as`].
+    pub fn change_as(&self, token: &str) {
+        *self.node.lock() = Some(token.to_owned());
     }
 
     /// Runs `f` in a transaction, durable on return.
@@ -98,9 +85,18 @@ impl Postgres {
             let open = Open::begin(&mut link, &self.server, BEGIN)?;
             let mut seal = Seal::load(&open)?;
             schema::check(&seal, &self.server)?;
+            if let Some(token) = self.node.lock().clone() {
+                nodes::must_be_in(&open, &token)?;
+            }
             let out = f(&open, &mut seal)?;
             if seal.changed() {
                 seal.store(&open)?;
+                // Delivered when it is committed.
+                open.execute(&format!(
+                    "NOTIFY {}, '{}'",
+                    listen::CHANNEL,
+                    self.server.schema
+                ))?;
             }
             let client = open.commit(seal.changed())?;
             link.put_back(client);

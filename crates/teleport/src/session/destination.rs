@@ -20,13 +20,13 @@ use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, KeepAlive, PeerKey, Refusal, Right, Share};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use self::control::{Frames, Session};
 use super::SessionShared;
 use crate::TeleportError;
 use crate::flock::live::FlockSession;
-use crate::frames::{CLOSE_LIMIT, FRAME_QUEUE, read_frames, write_frames};
+use crate::frames::{CLOSE_LIMIT, FRAME_QUEUE, read_frames, wait_true, write_frames};
 use crate::protocol::{LAYOUT_PART_BYTES, MAX_SESSION_IMAGES};
 use crate::services::{OpenSession, SendFlock};
 use crate::site::Site;
@@ -102,6 +102,24 @@ impl Service for FlockSessions {
     }
 }
 
+/// Becomes true when one of the first two does; watched until the third is.
+fn either(
+    stop: watch::Receiver<bool>,
+    halt: watch::Receiver<bool>,
+    ended: watch::Receiver<bool>,
+) -> watch::Receiver<bool> {
+    let (either, out) = watch::channel(*stop.borrow());
+    tokio::spawn(async move {
+        tokio::select! {
+            () = wait_true(stop) => {}
+            () = wait_true(halt) => {}
+            () = wait_true(ended) => return,
+        }
+        either.send_replace(true);
+    });
+    out
+}
+
 impl Site {
     async fn session<R: Request<Reply = ()>>(
         self: &Arc<Self>,
@@ -110,6 +128,10 @@ impl Site {
         request: OpenSession,
         flock: Option<FlockSession>,
     ) -> Result<(), TeleportError> {
+        if !self.may_begin() {
+            // Cut off, not refused: the source tries again, and another node of the site.
+            return Err(TeleportError::Stopped);
+        }
         let (images, began) = (request.images, std::time::Instant::now());
         call.reader.set_max_frame(LAYOUT_PART_BYTES);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
@@ -136,6 +158,7 @@ impl Site {
             wants: false,
         };
         let (out, written) = write_frames(writer);
+        let stop = either(stop, shared.halt.subscribe(), shared.ended.subscribe());
         let mut session = Session {
             site: self.clone(),
             shared,

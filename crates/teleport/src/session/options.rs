@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use drover_core::{Digest, ImageName, ReadAt};
 use drover_image::{Conversion, Outgoing};
-use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, connect_any};
+use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, Route};
 use drover_store::profile::Profile;
 
 use crate::compress::Effort;
@@ -51,6 +51,8 @@ pub struct SendOptions {
     pub peer_name: String,
     /// The peer's addresses; tried in order.
     pub addresses: Vec<String>,
+    /// Which of them is used: all connections of a session go to one node of the site.
+    pub route: Arc<Route>,
     /// Rate limit over all connections together.
     pub limit: Option<Arc<RateLimit>>,
     /// Only estimate what would cross the link.
@@ -82,7 +84,16 @@ impl SendOptions {
     /// Connects to the peer, and adds the connection to the totals.
     pub(super) async fn connect(&self, wire: &WireTotals) -> Result<Connection, NetError> {
         let options = ConnectOptions::named(&self.peer_name);
-        let connection = connect_any(&self.addresses, &self.identity, &self.peer, &options).await?;
+        let Self {
+            addresses,
+            identity,
+            peer,
+            ..
+        } = self;
+        let connection = self
+            .route
+            .connect(addresses, identity, peer, &options)
+            .await?;
         wire.add(connection.wire());
         Ok(connection)
     }

@@ -28,6 +28,8 @@ pub struct SessionShared {
     pub frames: mpsc::Sender<Frame>,
     /// True once the session has ended, and with it its data connections.
     pub ended: watch::Sender<bool>,
+    /// Becomes true when the site ends the session, as if its connection had broken.
+    pub halt: watch::Sender<bool>,
     /// Tells whether anything moves.
     pub activity: Arc<Activity>,
     /// The flock whose images it sends.
@@ -60,6 +62,7 @@ impl SessionShared {
             stages: Arc::default(),
             frames,
             ended: watch::Sender::new(false),
+            halt: watch::Sender::new(false),
             activity: Arc::default(),
             flock,
         }

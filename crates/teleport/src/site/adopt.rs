@@ -14,7 +14,7 @@ use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 use super::Site;
 use super::arrived::unix_now;
 use crate::TeleportError;
-use crate::active::Hold;
+use crate::active::{Hold, Taken};
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 
@@ -63,7 +63,10 @@ impl Site {
     pub fn reserve_name(&self, name: &ImageName) -> Result<Hold, TeleportError> {
         let number = self.active.number();
         let held = self.active.take(name, HERE, number, RESERVE_WAIT);
-        held.map_err(|_| {
+        held.map_err(|taken| {
+            if let Taken::Refused(refusal) = taken {
+                return TeleportError::Refused(refusal);
+            }
             let text = format!("an image called {name} is being sent or moved; try again later");
             TeleportError::refused(Code::Busy, text)
         })
@@ -121,7 +124,7 @@ impl Site {
         fresh: bool,
     ) -> Result<ImageRecord, TeleportError> {
         let target = &record.path;
-        let (changing, old) = self.change(&record.name, !fresh);
+        let (changing, old) = self.change(&record.name, !fresh)?;
         if fresh && old.is_some() {
             return Err(taken(&record.name));
         }
@@ -294,7 +297,7 @@ impl Site {
         record: &mut ImageRecord,
         map: &ImageMap,
     ) -> Result<Option<ImageRecord>, TeleportError> {
-        let (_changing, old) = self.change(&record.name, false);
+        let (_changing, old) = self.change(&record.name, false)?;
         check_path(old.as_ref(), &record.path)?;
         // An image that is read again stays its owner's.
         if let Some(old) = old {

@@ -98,7 +98,7 @@ impl Site {
         let target = self.image_path(&offer.name);
         let part = arrived.part();
         let id = ImageId(arrived.opening.image);
-        let (changing, old) = self.change(&offer.name, part.exists());
+        let (changing, old) = self.change(&offer.name, part.exists())?;
         let mut record = arrived.record(target.clone(), old.as_ref());
         let mut named = None;
         if part.exists() {

@@ -14,6 +14,7 @@ use parking_lot::{Mutex, RwLock};
 
 use super::{Callbacks, Site, SiteConfig, Totals, catch_up, flocks, recover, shared};
 use crate::TeleportError;
+use crate::active::Active;
 use crate::files::remove_dir;
 use crate::flock::live::Flocks;
 use crate::matching::{Matching, handle, open_teleporter};
@@ -62,13 +63,19 @@ impl Site {
         if let Err(e) = std::fs::set_permissions(&config.work_dir, only_own) {
             tracing::warn!(path = %config.work_dir.display(), error = %e, "cannot make the directory private");
         }
+        Site::prepare_shared(&config)?;
         let partials = Arc::<Partials>::default();
         let transfers = config.work_dir.join("transfers");
         let flocks = flocks::flocks_found(&config.work_dir, &config.disk, &mut repairs)?;
         let whole = recover::transfers_found(&transfers, &partials, &mut repairs)?;
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
-        let maps = config.state_dir.join("maps");
-        let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
+        let images = match &config.shared {
+            Some(shared) => Images::open_shared(catalog.clone(), shared.maps_dir.clone())?,
+            None => {
+                let maps = config.state_dir.join("maps");
+                Images::open(catalog.clone(), maps, &awaited, &mut repairs)?
+            }
+        };
         let sequences = Sequences::open(&config.work_dir, config.sequence_data_bytes)?;
         let directory = HostDirectory::open(&config.state_dir)
             .map_err(TeleportError::file("open", &config.state_dir))?;
@@ -83,6 +90,7 @@ impl Site {
         };
         let (wake, wakes) = crossbeam_channel::bounded(1);
         let (catch_up_wakes, lacks) = crossbeam_channel::bounded(1);
+        let others = config.shared.as_ref().map(|s| Arc::clone(&s.others));
         let site = Arc::new(Site {
             config,
             catalog,
@@ -92,7 +100,7 @@ impl Site {
             sequences,
             matching,
             matched: Arc::default(),
-            active: Arc::default(),
+            active: Arc::new(Active::among(others)),
             sessions: Mutex::default(),
             flocks: Flocks::of(flocks),
             session_opened: tokio::sync::Notify::new(),
@@ -118,6 +126,7 @@ impl Site {
         });
         remove_dir(&site.links_dir());
         site.recover(whole, &mut repairs);
+        repairs.extend(site.take_over()?);
         site.recover_flocks(&mut repairs);
         site.remove_stray_hash_files();
         site.report_lost_indexes(&mut repairs);

@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use drover_core::ImageName;
 use drover_net::{Code, PeerKey, Right, Rights};
 use drover_store::{ImageRecord, MAX_SHARED};
-use parking_lot::MutexGuard;
 
 use super::Site;
+use super::nodes::Changing;
 use crate::TeleportError;
 use crate::teleporter::ImageEvent;
 
@@ -53,23 +53,23 @@ impl Site {
         })
     }
 
-    /// Locks the records of images until the guard is dropped, and returns the one of that name. If that image `goes`, the
+    /// Locks the records of images until the guard is dropped, and returns the one of that name, which no other node changes either. If that image `goes`, the
     /// sequences that it shares with others are copied first, mostly before the lock is taken: it may take long.
     pub(super) fn change(
         &self,
         name: &ImageName,
         goes: bool,
-    ) -> (MutexGuard<'_, ()>, Option<ImageRecord>) {
+    ) -> Result<(Changing<'_>, Option<ImageRecord>), TeleportError> {
         let copy = |record: &ImageRecord| self.copy_sequences_of(record.id);
         if goes {
             self.images.by_name(name).iter().for_each(copy);
         }
-        let changing = self.changing.lock();
+        let changing = self.lock_record(name, goes)?;
         let record = self.images.by_name(name);
         if goes {
             record.iter().for_each(copy);
         }
-        (changing, record)
+        Ok((changing, record))
     }
 
     /// Removes an image, and its file unless it was indexed in place. Sequences that it shares with other images are
@@ -90,12 +90,12 @@ impl Site {
     pub fn remove_this(&self, record: &ImageRecord) -> Result<(), TeleportError> {
         let name = &record.name;
         self.check_held(name, name.as_str())?;
-        let (changing, now) = self.change(name, true);
+        let (changing, now) = self.change(name, true)?;
         if now.map(|now| now.id) != Some(record.id) {
             return Err(gone(name));
         }
         if !record.external {
-            match std::fs::remove_file(&record.path) {
+            match self.remove_file_of(&record.path, record.id.0) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                     return Err(TeleportError::file("remove", &record.path)(e));
                 }
@@ -124,7 +124,7 @@ impl Site {
         share: bool,
     ) -> Result<(), TeleportError> {
         let name = &image.name;
-        let _changing = self.changing.lock();
+        let _changing = self.lock_record(name, false)?;
         let mut record = self.find(name)?;
         if record.owner != image.owner {
             return Err(gone(name));
@@ -146,7 +146,7 @@ impl Site {
     /// # Errors
     /// When there is no such image, or the catalog fails.
     pub fn give(&self, name: &ImageName, owner: Option<PeerKey>) -> Result<(), TeleportError> {
-        let _changing = self.changing.lock();
+        let _changing = self.lock_record(name, false)?;
         let mut record = self.find(name)?;
         record.owner = owner;
         record.shared.clear();
@@ -159,9 +159,15 @@ impl Site {
     /// # Errors
     /// When the catalog fails.
     pub fn share_only(&self, keep: &dyn Fn(&PeerKey) -> bool) -> Result<usize, TeleportError> {
-        let _changing = self.changing.lock();
         let mut changed = 0;
-        for mut record in self.images.list() {
+        for listed in self.images.list() {
+            if listed.shared.iter().all(keep) {
+                continue;
+            }
+            let _changing = self.lock_record(&listed.name, false)?;
+            let Some(mut record) = self.images.by_name(&listed.name) else {
+                continue;
+            };
             let before = record.shared.len();
             record.shared.retain(keep);
             if record.shared.len() < before {

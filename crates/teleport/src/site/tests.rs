@@ -96,6 +96,7 @@ impl Home {
             sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
             image_mode: 0o600,
             disk: Arc::new(drover_storage::HostDisk),
+            shared: None,
         }
     }
 

@@ -79,6 +79,7 @@ impl Site {
                 Err(e) => tracing::debug!(image = transfer.name, error = %e, "does not expire"),
             }
         }
+        out.extend(self.expire_of_others(expired));
         Ok(out)
     }
 

@@ -70,6 +70,7 @@ pub fn config(dir: &Path) -> SiteConfig {
         sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
         image_mode: 0o600,
         disk: Arc::new(drover_storage::HostDisk),
+        shared: None,
     }
 }
 
@@ -210,6 +211,7 @@ impl Client {
             peer: to.identity.key(),
             peer_name: "there".into(),
             addresses: vec![address.into()],
+            route: Arc::default(),
             limit: None,
             dry_run: false,
             connections: None,

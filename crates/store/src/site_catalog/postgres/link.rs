@@ -12,7 +12,7 @@ use crate::site_catalog::table::RowError;
 use crate::site_catalog::url::CatalogUrl;
 
 /// How long a connection may take.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Pause after the first failed connection; it doubles with each, up to [`MAX_PAUSE`].
 const MIN_PAUSE: Duration = Duration::from_millis(200);
@@ -23,7 +23,7 @@ const MAX_DOMAIN_BYTES: usize = 50;
 
 /// A statement gives up before those who wait for it do. A transaction whose process stands still does not keep the others,
 /// nor does the claim of a host that is gone keep its successor.
-const SET_UP: &str = "
+pub(super) const SET_UP: &str = "
     SET tcp_keepalives_idle = 10;
     SET tcp_keepalives_interval = 5;
     SET tcp_keepalives_count = 3;
@@ -37,7 +37,7 @@ const SET_UP: &str = "
 
 /// Where a catalog is.
 pub struct Server {
-    config: Config,
+    pub(super) config: Config,
     /// Its address without secrets.
     pub shown: String,
     /// The name of its schema, which needs quotes.

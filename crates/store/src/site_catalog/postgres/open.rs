@@ -158,7 +158,7 @@ fn parameter(value: &Value) -> (&(dyn ToSql + Sync), Type) {
 }
 
 /// The values of a row.
-fn values_of(table: &'static str, row: &ServerRow) -> Result<Vec<Value>, RowError> {
+pub(super) fn values_of(table: &'static str, row: &ServerRow) -> Result<Vec<Value>, RowError> {
     let value = |(i, column): (usize, &tokio_postgres::Column)| {
         let value = match *column.type_() {
             Type::INT8 => row.try_get::<_, Option<i64>>(i).ok()?.map(Value::Integer),

@@ -18,7 +18,7 @@ const MIGRATIONS: &[&str] = &[include_str!("schema/1.sql")];
 const VERSION: i64 = MIGRATIONS.len() as i64;
 
 /// Held by whoever creates or migrates tables (`drov`).
-const LOCK: &str = "SELECT pg_advisory_xact_lock(1685221238)";
+pub(super) const LOCK: &str = "SELECT pg_advisory_xact_lock(1685221238)";
 
 /// What is being done when the tables cannot be used.
 const DOING: &str = "opening the tables";
@@ -97,7 +97,11 @@ fn version(open: &Open, server: &Server) -> Result<i64, RowError> {
     }
 }
 
-fn create_schema(open: &Open, server: &Server) -> Result<(), RowError> {
+/// Creates the schema of a domain, if it is not there.
+///
+/// # Errors
+/// When the server refuses.
+pub(super) fn create_schema(open: &Open, server: &Server) -> Result<(), RowError> {
     // Where somebody else has made it, this user may have no right to make one.
     match open.is(format!(
         "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = '{}')",

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::catalog::Catalog;
 use crate::catalog_error::CatalogError;
+use crate::nodes::{Holding, Joining, NodeState, Nodes, Use};
 use crate::site_catalog::SiteCatalog;
 use crate::site_catalog::tests::{DAY, filled, image, peer};
 use crate::testing::PostgresServer;
@@ -237,26 +238,124 @@ fn an_address_that_asks_for_tls_or_crosses_a_network_unasked_is_refused() {
     assert!(Server::new(&url, &"x".repeat(51)).is_err());
 }
 
+fn joining(name: &str, token: &str) -> Joining {
+    Joining {
+        name: name.into(),
+        token: token.into(),
+        place: format!("host/{name}"),
+        directory: "d1".into(),
+        path: "/srv/vm".into(),
+        addresses: vec!["127.0.0.1:7377".into(), "[::1]:7377".into()],
+        version: "1".into(),
+        term: DAY,
+    }
+}
+
 #[test]
-fn one_running_site_has_a_catalog_and_another_gets_it_when_that_is_gone() {
+fn nodes_are_in_one_table_and_a_fenced_one_changes_no_catalog() {
     let Some(mut server) = PostgresServer::start() else {
         return;
     };
     let url = server.new_database();
-    let (one, two) = (open(&url), open(&url));
-    assert!(one.claim().unwrap() && !two.claim().unwrap() && one.claim().unwrap());
-    let elsewhere = open(&server.new_database());
-    assert!(elsewhere.claim().unwrap(), "a catalog of its own");
-    drop(one);
-    let until = Instant::now() + Duration::from_secs(120);
-    while !two.claim().unwrap() {
-        assert!(Instant::now() < until, "it is still claimed");
-        thread::sleep(Duration::from_millis(20));
-    }
-    // A server that was away knows of no claims.
+    let nodes = |url: &str| Nodes::open(&url.parse().unwrap()).unwrap();
+    let catalogs = [open(&url), open(&url)];
+    let (one, two) = (nodes(&url), nodes(&url));
+    assert_eq!(one.directory().unwrap(), "");
+    assert!(one.join(&joining("a", "t1")).unwrap());
+    assert!(two.join(&joining("b", "t2")).unwrap());
+    catalogs[0].change_as("t1");
+    catalogs[1].change_as("t2");
+    let listed = two.list().unwrap();
+    assert_eq!(listed.len(), 2);
+    assert_eq!(listed[0].row.addresses, ["127.0.0.1:7377", "[::1]:7377"]);
+    assert!(listed[0].left_ms > 0 && listed[0].up_ms >= 0);
+    let e = nodes(&server.new_database()).drain("a", true).unwrap_err();
+    assert!(e.to_string().contains("no node called a"), "{e}");
+
+    // What one changes, the other hears of; what it holds, the other does not get.
+    two.wait_for_change(Duration::ZERO);
+    catalogs[0].put(&image("x.img", 1)).unwrap();
+    let began = Instant::now();
+    two.wait_for_change(DAY);
+    assert!(began.elapsed() < Duration::from_secs(3600));
+    assert_eq!(catalogs[1].images().unwrap().len(), 1);
+    let at = ("default", "x.img", Use::Transfer);
+    assert_eq!(one.hold("t1", at, "k", true).unwrap(), Holding::Yes);
+    assert_eq!(
+        two.hold("t2", at, "k", true).unwrap(),
+        Holding::Wait("a".into())
+    );
+    two.mount("t2", "acme", "x.img", true).unwrap();
+    assert_eq!(two.list().unwrap()[0].transfers, 1);
+    assert_eq!(
+        two.mounts_at("t2").unwrap(),
+        [("acme".to_owned(), "x.img".to_owned())]
+    );
+    assert_eq!(one.renew("t1").unwrap(), Some(NodeState::Serving));
+    one.drain("a", true).unwrap();
+    assert_eq!(one.renew("t1").unwrap(), Some(NodeState::Draining));
+
+    // By the database's time its term is over.
+    assert_eq!(two.fence().unwrap(), []);
+    server.sql(
+        &url,
+        "UPDATE \"drover/\".nodes SET ends_ms = 0 WHERE name = 'a'",
+    );
+    assert_eq!(two.fence().unwrap(), [("a".to_owned(), "t1".to_owned())]);
+    assert_eq!(one.renew("t1").unwrap(), None);
+    let e = catalogs[0].put(&image("y.img", 2)).unwrap_err();
+    assert!(
+        e.to_string().contains("was taken for dead") && !e.may_pass(),
+        "{e}"
+    );
+    assert_eq!(
+        two.hold("t2", at, "k", true).unwrap(),
+        Holding::Wait("a".into())
+    );
+    two.fenced("t1").unwrap();
+    assert_eq!(two.hold("t2", at, "k", true).unwrap(), Holding::Yes);
+    catalogs[1].put(&image("y.img", 2)).unwrap();
+    two.leave("t2").unwrap();
+    assert!(catalogs[1].put(&image("z.img", 3)).is_err());
+    assert_eq!(one.remove("a").unwrap(), "t1");
+
+    // Whoever is away and comes back is the same.
     server.stop();
-    assert!(two.claim().unwrap_err().may_pass());
+    assert!(one.list().unwrap_err().may_pass());
+    two.wait_for_change(Duration::from_millis(10));
     server.resume();
-    assert!(again(|| two.claim()));
-    assert!(!open(&url).claim().unwrap());
+    assert_eq!(again(|| one.list()).len(), 1);
+    server.sql(&url, "UPDATE \"drover/\".site SET version = 9");
+    let e = one.list().unwrap_err().to_string();
+    assert!(e.contains("newer drover"), "{e}");
+    let Err(e) = Nodes::open(&url.parse().unwrap()) else {
+        panic!("its tables are newer")
+    };
+    assert!(
+        matches!(e, CatalogError::NewerServer { found: 9, .. }),
+        "{e}"
+    );
+}
+
+/// A node whose term is prolonged again and again is in all the time, for whoever waits for its row.
+#[test]
+fn a_change_of_the_catalog_beside_renewals_is_not_refused() {
+    let Some(server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let catalog = open(&url);
+    let nodes = Nodes::open(&url.parse().unwrap()).unwrap();
+    nodes.join(&joining("a", "t1")).unwrap();
+    catalog.change_as("t1");
+    thread::scope(|s| {
+        s.spawn(|| {
+            for _ in 0..100 {
+                assert_eq!(nodes.renew("t1").unwrap(), Some(NodeState::Serving));
+            }
+        });
+        for n in 0..100 {
+            catalog.put(&image("x.img", 1 + n)).unwrap();
+        }
+    });
 }

@@ -131,7 +131,9 @@ pub fn prepare(
             Taken::ByNewer => taken_over(),
             // Retryable: the source reconnects.
             Taken::Still => TeleportError::Stopped,
+            Taken::Refused(refusal) => TeleportError::Refused(refusal),
         })?;
+    site.fetch_transfer(&key)?;
     let flock = shared.flock().cloned();
     site.flock_transfer_begins(flock.as_deref(), peer, &offer)?;
     let dir = site.transfer_dir(&key);

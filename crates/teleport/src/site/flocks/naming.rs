@@ -120,6 +120,7 @@ impl Site {
             Taken::ByNewer | Taken::Still => {
                 TeleportError::refused(Code::Busy, "it is being sent; try again")
             }
+            Taken::Refused(refusal) => TeleportError::Refused(refusal),
         })?;
         let left = inspect(&self.transfer_dir(&key))?;
         let there = left.is_some_and(|left| {

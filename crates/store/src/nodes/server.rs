@@ -1,0 +1,210 @@
+//! The table of nodes on a database server.
+
+use std::time::Duration;
+
+use super::table::{Holding, Joining, NodeInfo, NodeState, Table, Use};
+use crate::catalog_error::Result;
+use crate::site_catalog::CatalogUrl;
+#[cfg(feature = "postgres")]
+use crate::site_catalog::ServerTable;
+
+/// The table of the nodes of a site. Calls are short transactions, one after the other whichever node makes them; safe from any
+/// thread.
+pub struct Nodes {
+    #[cfg(feature = "postgres")]
+    table: ServerTable,
+    #[cfg(not(feature = "postgres"))]
+    never: std::convert::Infallible,
+}
+
+impl Nodes {
+    /// Those of the site whose catalog is at this address; it was connected to before. Creates the tables if there are none.
+    ///
+    /// # Errors
+    /// When the server cannot be reached or its tables cannot be used; the same for every method here.
+    pub fn open(url: &CatalogUrl) -> Result<Nodes> {
+        #[cfg(feature = "postgres")]
+        {
+            let table = ServerTable::open(url)?;
+            Ok(Nodes { table })
+        }
+        #[cfg(not(feature = "postgres"))]
+        Err(crate::site_catalog::without_postgres(url))
+    }
+
+    /// Runs `f` on the table, with the time by the database's clock.
+    fn run<T>(
+        &self,
+        doing: &'static str,
+        f: impl FnOnce(&mut Table, i64) -> Result<T, String>,
+    ) -> Result<T> {
+        #[cfg(feature = "postgres")]
+        {
+            self.table.run(doing, f)
+        }
+        #[cfg(not(feature = "postgres"))]
+        {
+            let _ = (doing, f);
+            match self.never {}
+        }
+    }
+
+    /// What the directory of the site's images says that it is; empty before the first node.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn directory(&self) -> Result<String> {
+        self.run("looking for the directory of images", |t, _| {
+            Ok(t.directory.clone())
+        })
+    }
+
+    /// See [`Table::join`].
+    ///
+    /// # Errors
+    /// As there, and above.
+    pub fn join(&self, node: &Joining) -> Result<bool> {
+        self.run("entering a node", |t, now| t.join(node, now))
+    }
+
+    /// See [`Table::renew`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn renew(&self, token: &str) -> Result<Option<NodeState>> {
+        self.run("prolonging the term of this node", |t, now| {
+            Ok(t.renew(token, now))
+        })
+    }
+
+    /// See [`Table::advertise`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn advertise(&self, token: &str, addresses: &[String]) -> Result<Vec<Vec<String>>> {
+        self.run("noting the addresses of this node", |t, _| {
+            Ok(t.advertise(token, addresses))
+        })
+    }
+
+    /// See [`Table::fence`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn fence(&self) -> Result<Vec<(String, String)>> {
+        self.run("looking for nodes that are gone", |t, now| Ok(t.fence(now)))
+    }
+
+    /// See [`Table::fenced`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn fenced(&self, token: &str) -> Result<()> {
+        self.run("taking over from a node", |t, _| {
+            t.fenced(token);
+            Ok(())
+        })
+    }
+
+    /// See [`Table::leave`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn leave(&self, token: &str) -> Result<()> {
+        self.run("ending the term of this node", |t, now| {
+            t.leave(token, now);
+            Ok(())
+        })
+    }
+
+    /// See [`Table::list`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn list(&self) -> Result<Vec<NodeInfo>> {
+        self.run("listing nodes", |t, now| Ok(t.list(now)))
+    }
+
+    /// See [`Table::drain`].
+    ///
+    /// # Errors
+    /// As there, and above.
+    pub fn drain(&self, name: &str, drain: bool) -> Result<()> {
+        self.run("draining a node", |t, _| t.drain(name, drain))
+    }
+
+    /// See [`Table::remove`].
+    ///
+    /// # Errors
+    /// As there, and above.
+    pub fn remove(&self, name: &str) -> Result<String> {
+        self.run("removing a node", |t, _| t.remove(name))
+    }
+
+    /// See [`Table::hold`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn hold(
+        &self,
+        token: &str,
+        at: (&str, &str, Use),
+        key: &str,
+        goes: bool,
+    ) -> Result<Holding> {
+        self.run("holding the name of an image", |t, _| {
+            Ok(t.hold(token, at, key, goes))
+        })
+    }
+
+    /// See [`Table::free`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn free(&self, token: &str, at: (&str, &str, Use)) -> Result<()> {
+        self.run("freeing the name of an image", |t, _| {
+            t.free(token, at);
+            Ok(())
+        })
+    }
+
+    /// See [`Table::mount`].
+    ///
+    /// # Errors
+    /// As there, and above.
+    pub fn mount(&self, token: &str, domain: &str, image: &str, writes: bool) -> Result<()> {
+        self.run("noting a mount", |t, _| {
+            t.mount(token, domain, image, writes)
+        })
+    }
+
+    /// See [`Table::unmount`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn unmount(&self, token: &str, domain: &str, image: &str) -> Result<()> {
+        self.run("noting the end of a mount", |t, _| {
+            t.unmount(token, domain, image);
+            Ok(())
+        })
+    }
+
+    /// See [`Table::mounts_at`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn mounts_at(&self, token: &str) -> Result<Vec<(String, String)>> {
+        self.run("listing mounts", |t, _| Ok(t.mounts_at(token)))
+    }
+
+    /// Waits until some node has changed a catalog of the site, at most for so long; also returns when the connection is lost.
+    pub fn wait_for_change(&self, patience: Duration) {
+        #[cfg(feature = "postgres")]
+        self.table.wait_for_change(patience);
+        #[cfg(not(feature = "postgres"))]
+        {
+            let _ = patience;
+            match self.never {}
+        }
+    }
+}
