@@ -22,8 +22,8 @@ pub(super) const IMAGE: &str = "bookworm-web";
 /// Offset of ext4's mount counter from the start of the disk.
 const MOUNT_COUNT: u64 = 1024 + 52;
 /// Timeouts of the parts of a boot.
-pub(super) const LOGIN: Duration = Duration::from_secs(300);
-pub(super) const SHUT_DOWN: Duration = Duration::from_secs(120);
+const LOGIN: Duration = Duration::from_secs(300);
+const SHUT_DOWN: Duration = Duration::from_secs(120);
 const PUSH: Duration = Duration::from_secs(120);
 const COPY_SECONDS: &str = "300";
 const LINE: Line = line(400.0, 40.0, 0.0);
@@ -231,7 +231,6 @@ impl Bench<'_> {
         Ok(booted)
     }
 
-    /// Boots and shuts down; the machine has ended on return, also after a failure.
     fn until_login(
         &self,
         shown: &mut Shown,
@@ -239,21 +238,34 @@ impl Bench<'_> {
         dir: &Path,
         linked: bool,
     ) -> Result<Booted> {
-        let before = self.net.bytes();
-        drop(connect(shown)?);
-        let mut guest = Guest::start(&self.kernel, shown.socket(), NAME, dir)?;
-        guest.login(LOGIN)?;
-        let login = started.elapsed().as_secs_f64();
-        let crossed = self.net.since(before).filter(|_| linked);
-        let disk = guest.disk()?;
-        guest.shut_down(SHUT_DOWN)?;
-        shown.check()?;
-        Ok(Booted {
-            login,
-            crossed,
-            disk,
-        })
+        let before = self.net.bytes().filter(|_| linked);
+        until_login(&self.kernel, self.net, shown, started, dir, before)
     }
+}
+
+/// Boots and shuts down; the machine has ended on return, also after a failure. What crosses the link is counted from
+/// `before` on.
+pub(super) fn until_login(
+    kernel: &Kernel,
+    net: &Net,
+    shown: &mut Shown,
+    started: Instant,
+    dir: &Path,
+    before: Option<(u64, u64)>,
+) -> Result<Booted> {
+    drop(connect(shown)?);
+    let mut guest = Guest::start(kernel, shown.socket(), NAME, dir)?;
+    guest.login(LOGIN)?;
+    let login = started.elapsed().as_secs_f64();
+    let crossed = net.since(before);
+    let disk = guest.disk()?;
+    guest.shut_down(SHUT_DOWN)?;
+    shown.check()?;
+    Ok(Booted {
+        login,
+        crossed,
+        disk,
+    })
 }
 
 fn nbdkit(disk: &Path, socket: &Path, said: &Path) -> Result<Shown> {

@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::boot::{Booted, IMAGE, LOGIN, SHUT_DOWN, copy, must_be_clean, qemu_nbd};
-use super::client::connect;
-use super::guest::{Guest, Kernel, PROGRAMS};
+use super::boot::{Booted, IMAGE, copy, must_be_clean, qemu_nbd, until_login};
+use super::guest::{Kernel, PROGRAMS};
 use super::lines::{Line, Net, line};
 use super::mover::deadline;
 use super::shows::{NAME, Shown};
@@ -272,8 +271,6 @@ impl Bench<'_> {
         Ok(Launched { booted, sent })
     }
 
-    /// Boots and shuts down; the machine has ended on return, also after a failure. What crossed the link is counted from
-    /// `before` on.
     fn until_login(
         &self,
         shown: &mut Shown,
@@ -281,19 +278,7 @@ impl Bench<'_> {
         dir: &Path,
         before: Option<(u64, u64)>,
     ) -> Result<Booted> {
-        drop(connect(shown)?);
-        let mut guest = Guest::start(&self.kernel, shown.socket(), NAME, dir)?;
-        guest.login(LOGIN)?;
-        let login = started.elapsed().as_secs_f64();
-        let crossed = before.and_then(|before| self.net.since(Some(before)));
-        let disk = guest.disk()?;
-        guest.shut_down(SHUT_DOWN)?;
-        shown.check()?;
-        Ok(Booted {
-            login,
-            crossed,
-            disk,
-        })
+        until_login(&self.kernel, self.net, shown, started, dir, before)
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use drover_core::BlockDevice;
 use drover_device::backend::nbd::{NbdDevice, NbdOptions};
-use drover_hypervisor::machine::{Capability, Channel, Machine, MigrationStatus};
+use drover_hypervisor::machine::{Capability, Channel, Machine, MigrationStatus, RunState};
 use drover_hypervisor::qmp::Events;
 use drover_hypervisor::rounds::View;
 use drover_hypervisor::testing::{Launch, PATIENCE};
@@ -70,6 +70,10 @@ impl Pair {
             .wait_migration(&mut self.source_events, &done, PATIENCE)
             .await
             .unwrap();
+        // Its run state follows a moment later.
+        while self.source.status().await.unwrap() == RunState::FinishMigrate {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         let events = &mut self.destination_events;
         self.destination
             .wait_migration(events, &done, PATIENCE)
