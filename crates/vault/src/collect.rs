@@ -115,11 +115,31 @@ impl Vault {
     /// Adds everything that snapshots use to `in_use`.
     fn add_uses(&self, ids: &BTreeSet<SnapshotId>, in_use: &mut InUse) -> Result<()> {
         for id in ids {
-            for (container, (_, used)) in self.uses_of(id)?.unwrap_or_default().containers {
+            let Some(uses) = self.uses_of(id)? else {
+                self.check_gone(id)?;
+                continue;
+            };
+            for (container, (_, used)) in uses.containers {
                 in_use.entry(container).or_default().union(&used);
             }
         }
         Ok(())
+    }
+
+    /// Fails unless a snapshot that was said to have uses, and has none, was removed meanwhile.
+    fn check_gone(&self, id: &SnapshotId) -> Result<()> {
+        let is_made = !matches!(self.record_of(id)?, None | Some(SnapshotRecord::Aborted));
+        let machine = Some(&id.machine);
+        // What is listed still is there, whatever the store says to a read.
+        match self.ids("uses", machine)?.contains(id)
+            || is_made && self.live_ids(machine)?.contains(id)
+        {
+            false => Ok(()),
+            true => Err(VaultError::Missing {
+                key: id.uses(),
+                vault: self.place(),
+            }),
+        }
     }
 
     /// What forgetting `ids` would free.
@@ -158,6 +178,9 @@ impl Vault {
     pub fn forget(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
         self.check_free(ids)?;
         let freed = self.would_free(ids)?;
+        // That took a while. Whoever says from now on that he holds one finds the tombstone, or holds it to the end: it
+        // is not buried before. A tombstone is never taken back: a collection may be acting on it.
+        self.check_free(ids)?;
         for id in ids {
             self.put_own(&id.tombstone(), b"forgotten".to_vec())?;
         }

@@ -366,6 +366,72 @@ fn without_its_uses_a_snapshot_stops_deletion() {
     assert!(restored(&vault, &made.id, setting.dir.path()).is_ok());
 }
 
+/// A store that lists what it does not give: what a snapshot needs is not taken for garbage.
+#[test]
+fn uses_that_are_listed_and_not_given_stop_deletion() {
+    struct Forgetful(MemoryObjects);
+    impl crate::Objects for Forgetful {
+        fn create(&self, key: &str, bytes: bytes::Bytes) -> Result<bool, crate::StoreError> {
+            self.0.create(key, bytes)
+        }
+        fn get(&self, key: &str) -> Result<Option<bytes::Bytes>, crate::StoreError> {
+            match key.starts_with("uses/") {
+                true => Ok(None),
+                false => self.0.get(key),
+            }
+        }
+        fn get_range(
+            &self,
+            key: &str,
+            range: std::ops::Range<u64>,
+        ) -> Result<Option<bytes::Bytes>, crate::StoreError> {
+            self.0.get_range(key, range)
+        }
+        fn list(&self, prefix: &str) -> Result<Vec<crate::Listed>, crate::StoreError> {
+            self.0.list(prefix)
+        }
+        fn remove(&self, key: &str) -> Result<(), crate::StoreError> {
+            self.0.remove(key)
+        }
+        fn describe(&self) -> String {
+            "forgetful".into()
+        }
+    }
+    let setting = Setting::new();
+    let wanted = disk(&[1, 2, 3]);
+    let made = setting.backup("web", &wanted, 100).unwrap();
+    setting.objects.advance(DAY * 30);
+    let forgetful = Vault::open_on(Arc::new(Forgetful(setting.objects.clone()))).unwrap();
+    let error = forgetful.collect(Duration::ZERO, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, VaultError::Missing { .. }), "{error}");
+    assert!(forgetful.forget(std::slice::from_ref(&made.id)).is_err());
+    let vault = setting.vault();
+    assert!(restored(&vault, &made.id, setting.dir.path()).unwrap() == wanted);
+}
+
+/// Who mounts a snapshot while it is computed what forgetting it frees is seen.
+#[test]
+fn a_snapshot_that_is_held_since_the_first_look_is_not_forgotten() {
+    let setting = Setting::new();
+    let made = setting.backup("web", &disk(&[1, 2, 3]), 100).unwrap();
+    let hold = Arc::new(parking_lot::Mutex::new(None));
+    let (held, vault, id) = (hold.clone(), setting.vault(), made.id.clone());
+    let view = setting.objects.with_hook(move |_, key| {
+        if key == "containers" && held.lock().is_none() {
+            *held.lock() = Some(vault.hold(&id, SessionId(7), "a mount").unwrap());
+        }
+        None
+    });
+    let forgetting = Vault::open_on(Arc::new(view)).unwrap();
+    let error = forgetting
+        .forget(std::slice::from_ref(&made.id))
+        .unwrap_err();
+    assert!(matches!(error, VaultError::Held { .. }), "{error}");
+    assert!(!setting.objects.keys().contains(&made.id.tombstone()));
+    drop(hold.lock().take());
+    setting.vault().forget(&[made.id]).unwrap();
+}
+
 #[test]
 fn a_store_that_overwrites_is_refused() {
     struct Careless(MemoryObjects);
