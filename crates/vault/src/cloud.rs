@@ -18,7 +18,7 @@ use object_store::client::ClientOptions;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::path::Path;
 use object_store::{
-    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, RetryConfig,
+    Error, GetOptions, GetResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions, RetryConfig,
 };
 use tokio::runtime::Runtime;
 
@@ -29,6 +29,10 @@ use crate::objects::{Listed, Objects};
 const MAX_TRIES: u32 = 24;
 /// Threads that wait for answers.
 const THREADS: usize = 2;
+/// Bytes that the slowest link sends in a second.
+const SLOWEST: usize = 64 << 10;
+/// Most bytes that are reserved for an answer before it comes.
+const MAX_RESERVED: u64 = 16 << 20;
 /// Most bytes of a store's answer in an error.
 const MAX_ANSWER: usize = 300;
 
@@ -43,7 +47,7 @@ pub(crate) struct Patience {
     pub(crate) pause: Duration,
     /// The longest one.
     pub(crate) max_pause: Duration,
-    /// For one request.
+    /// For an answer, and for each part of it; for what is sent as well, a second more for each [`SLOWEST`] bytes.
     pub(crate) request: Duration,
     /// For a connection.
     pub(crate) connect: Duration,
@@ -111,9 +115,9 @@ impl CloudObjects {
         {
             return Err(unsupported(&"a prefix has no `.` and `..`"));
         }
-        // Once for all; what the environment says of timeouts does not count.
+        // Once for all; what the environment says of timeouts does not count. Requests have their own, see `within`.
         let client = ClientOptions::new()
-            .with_timeout(patience.request)
+            .with_timeout_disabled()
             .with_connect_timeout(patience.connect)
             .with_allow_http(allows_http());
         let retries = RetryConfig {
@@ -126,6 +130,8 @@ impl CloudObjects {
                 .with_url(of)
                 .with_client_options(client)
                 .with_retry(retries)
+                // An answer to many says 200 where one of them was refused.
+                .with_disable_bulk_delete(true)
                 .build()
                 .map(|s| Arc::new(s) as _),
             "gs" => GoogleCloudStorageBuilder::from_env()
@@ -205,7 +211,7 @@ impl CloudObjects {
 
     fn retries(&self) -> Retries {
         Retries {
-            began: Instant::now(),
+            began: None,
             limit: match self.has_answered.load(Ordering::Relaxed) {
                 true => self.patience.later,
                 false => self.patience.first,
@@ -218,10 +224,10 @@ impl CloudObjects {
 
     fn read(&self, key: &str, range: Option<Range<u64>>) -> Result<Option<Bytes>, StoreError> {
         let (store, path) = (self.store.clone(), self.path("read", key)?);
-        let mut retries = self.retries();
+        let (mut retries, limit) = (self.retries(), self.patience.request);
         self.wait("read", key, async move {
             loop {
-                match read(&*store, &path, range.clone()).await {
+                match read(&*store, &path, range.clone(), limit).await {
                     Err(error) => retries.after(error).await?,
                     got => return got,
                 }
@@ -238,7 +244,8 @@ fn allows_http() -> bool {
 
 /// How often a request was made, and whether it is made again.
 struct Retries {
-    began: Instant,
+    /// The first error.
+    began: Option<Instant>,
     limit: Duration,
     pause: Duration,
     max_pause: Duration,
@@ -249,9 +256,10 @@ impl Retries {
     /// Waits after an error, or returns it.
     async fn after(&mut self, error: Error) -> Result<(), Error> {
         self.tries += 1;
+        let began = *self.began.get_or_insert_with(Instant::now);
         if !is_transient(&error)
             || self.tries >= MAX_TRIES
-            || self.began.elapsed() + self.pause > self.limit
+            || began.elapsed() + self.pause > self.limit
         {
             return Err(error);
         }
@@ -282,9 +290,12 @@ fn answer(error: &Error) -> Option<(u16, String)> {
 /// Whether the same request may succeed later.
 fn is_transient(error: &Error) -> bool {
     match error {
-        Error::Generic { .. } => {
-            answer(error).is_none_or(|(status, _)| status >= 500 || matches!(status, 408 | 429))
-        }
+        Error::Generic { .. } => answer(error).is_none_or(|(status, text)| {
+            status >= 500
+                || matches!(status, 408 | 429)
+                // S3 waited for the rest of a request, in vain.
+                || status == 400 && text.contains("<Code>RequestTimeout</Code>")
+        }),
         // A conflict with another write under way is among these.
         Error::AlreadyExists { .. } | Error::JoinError { .. } => true,
         _ => false,
@@ -339,17 +350,70 @@ fn conflict(path: &Path) -> Error {
     }
 }
 
+fn failed(why: String) -> Error {
+    Error::Generic {
+        store: "vault",
+        source: why.into(),
+    }
+}
+
+/// What a store answers, if it does in time.
+async fn within<T>(
+    limit: Duration,
+    answer: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    match tokio::time::timeout(limit, answer).await {
+        Ok(answer) => answer,
+        Err(_) => Err(failed(format!("no answer within {limit:?}"))),
+    }
+}
+
+/// How long a write of so many bytes may take.
+fn limit_of_write(request: Duration, len: usize) -> Duration {
+    request + Duration::from_secs((len / SLOWEST) as u64)
+}
+
+/// The content of an answer of which each part comes in time.
+async fn content(got: GetResult, limit: Duration) -> Result<Bytes, Error> {
+    let wanted = got.range.end - got.range.start;
+    let mut bytes = Vec::with_capacity(wanted.min(MAX_RESERVED) as usize);
+    let mut parts = got.into_stream();
+    while let Some(part) = within(limit, parts.try_next()).await? {
+        bytes.extend_from_slice(&part);
+    }
+    match bytes.len() as u64 == wanted {
+        true => Ok(bytes.into()),
+        false => Err(failed(format!("{} of {wanted} bytes came", bytes.len()))),
+    }
+}
+
+/// Whether an object that exists is this one; none if it does not exist. One of another length is not read.
+async fn is_same(
+    store: &dyn ObjectStore,
+    path: &Path,
+    bytes: &Bytes,
+    limit: Duration,
+) -> Result<Option<bool>, Error> {
+    match within(limit, store.get_opts(path, GetOptions::default())).await {
+        Err(Error::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error),
+        Ok(got) if got.meta.size != bytes.len() as u64 => Ok(Some(false)),
+        Ok(got) => Ok(Some(content(got, limit).await? == *bytes)),
+    }
+}
+
 /// An object, or part of one; none if it does not exist.
 async fn read(
     store: &dyn ObjectStore,
     path: &Path,
     range: Option<Range<u64>>,
+    limit: Duration,
 ) -> Result<Option<Bytes>, Error> {
     let options = GetOptions {
         range: range.clone().map(Into::into),
         ..GetOptions::default()
     };
-    let got = match store.get_opts(path, options).await {
+    let got = match within(limit, store.get_opts(path, options)).await {
         Ok(got) => got,
         Err(Error::NotFound { .. }) => return Ok(None),
         // A range that begins beyond the end.
@@ -358,22 +422,18 @@ async fn read(
         }
         Err(error) => return Err(error),
     };
-    let wanted = got.range.end - got.range.start;
-    let whole = range.is_none() && wanted != got.meta.size;
-    let bytes = got.bytes().await?;
-    match bytes.len() as u64 == wanted && !whole {
-        true => Ok(Some(bytes)),
-        false => Err(Error::Generic {
-            store: "vault",
-            source: format!("{} of {wanted} bytes came", bytes.len()).into(),
-        }),
+    let (is_whole, size) = (got.range == (0..got.meta.size), got.meta.size);
+    match range.is_some() || is_whole {
+        true => Ok(Some(content(got, limit).await?)),
+        false => Err(failed(format!("part of {size} bytes came"))),
     }
 }
 
 impl Objects for CloudObjects {
     fn create(&self, key: &str, bytes: Bytes) -> Result<bool, StoreError> {
         let (store, path) = (self.store.clone(), self.path("write", key)?);
-        let mut retries = self.retries();
+        let (mut retries, request) = (self.retries(), self.patience.request);
+        let limit = limit_of_write(request, bytes.len());
         self.wait("write", key, async move {
             // An earlier try may have been done without our knowing.
             let mut is_unsure = false;
@@ -382,7 +442,8 @@ impl Objects for CloudObjects {
                     mode: PutMode::Create,
                     ..PutOptions::default()
                 };
-                let error = match store.put_opts(&path, bytes.clone().into(), put).await {
+                let written = store.put_opts(&path, bytes.clone().into(), put);
+                let error = match within(limit, written).await {
                     Ok(_) => return Ok(true),
                     Err(error) => error,
                 };
@@ -392,8 +453,8 @@ impl Objects for CloudObjects {
                     retries.after(error).await?;
                 }
                 // Also before another try: a server that refuses one without reading it may cut the connection.
-                match read(&*store, &path, None).await {
-                    Ok(Some(found)) => return Ok(is_unsure && found == bytes),
+                match is_same(&*store, &path, &bytes, request).await {
+                    Ok(Some(same)) => return Ok(is_unsure && same),
                     Ok(None) if !exists => {}
                     // A conflict with another write under way, or it was removed meanwhile.
                     Ok(None) => retries.after(conflict(&path)).await?,
@@ -420,20 +481,26 @@ impl Objects for CloudObjects {
             "" => 0,
             prefix => prefix.len() + 1,
         };
-        let mut retries = self.retries();
+        let (mut retries, limit) = (self.retries(), self.patience.request);
         self.wait("list", prefix, async move {
-            loop {
-                match store.list(Some(&path)).try_collect::<Vec<_>>().await {
-                    Err(error) => retries.after(error).await?,
-                    Ok(all) => {
-                        let listed = all.into_iter().filter_map(|meta| {
-                            Some(Listed {
-                                key: meta.location.as_ref().get(skip..)?.to_owned(),
-                                size: meta.size,
-                                modified_ms: meta.last_modified.timestamp_millis(),
-                            })
+            'again: loop {
+                let mut listing = store.list(Some(&path));
+                let mut listed = Vec::new();
+                loop {
+                    let meta = match within(limit, listing.try_next()).await {
+                        Ok(Some(meta)) => meta,
+                        Ok(None) => return Ok(listed),
+                        Err(error) => {
+                            retries.after(error).await?;
+                            continue 'again;
+                        }
+                    };
+                    if let Some(key) = meta.location.as_ref().get(skip..) {
+                        listed.push(Listed {
+                            key: key.to_owned(),
+                            size: meta.size,
+                            modified_ms: meta.last_modified.timestamp_millis(),
                         });
-                        return Ok(listed.collect());
                     }
                 }
             }
@@ -442,10 +509,10 @@ impl Objects for CloudObjects {
 
     fn remove(&self, key: &str) -> Result<(), StoreError> {
         let (store, path) = (self.store.clone(), self.path("remove", key)?);
-        let mut retries = self.retries();
+        let (mut retries, limit) = (self.retries(), self.patience.request);
         self.wait("remove", key, async move {
             loop {
-                match store.delete(&path).await {
+                match within(limit, store.delete(&path)).await {
                     Ok(()) | Err(Error::NotFound { .. }) => return Ok(()),
                     Err(error) => retries.after(error).await?,
                 }

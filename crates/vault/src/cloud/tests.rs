@@ -25,7 +25,7 @@ const HASTY: Patience = Patience {
 fn through(proxy: &Proxy, prefix: &str, patience: Patience) -> CloudObjects {
     let mut objects = CloudObjects::open_with(&format!("s3://vaults/{prefix}"), HASTY).unwrap();
     let client = ClientOptions::new()
-        .with_timeout(patience.request)
+        .with_timeout_disabled()
         .with_connect_timeout(patience.connect)
         .with_allow_http(true);
     let store = AmazonS3Builder::new()
@@ -35,6 +35,7 @@ fn through(proxy: &Proxy, prefix: &str, patience: Patience) -> CloudObjects {
         .with_region("us-east-1")
         .with_endpoint(format!("http://127.0.0.1:{}", proxy.port))
         .with_client_options(client)
+        .with_disable_bulk_delete(true)
         .with_retry(RetryConfig {
             max_retries: 0,
             ..RetryConfig::default()
@@ -284,6 +285,91 @@ fn an_answer_that_is_lost_at_every_write_costs_nothing() {
         }
     }
     println!("{runs} runs, 0 lost");
+}
+
+/// A write has the more time the longer it is; and only what the answers say is final is final.
+#[test]
+fn slow_links_and_answers() {
+    let base = Duration::from_secs(120);
+    assert_eq!(limit_of_write(base, 100), base);
+    // A container of 4 MiB at 64 KiB/s takes 64 s.
+    assert_eq!(
+        limit_of_write(base, 4 << 20),
+        base + Duration::from_secs(64)
+    );
+    let says = |text: &str| Error::Generic {
+        store: "S3",
+        source: format!("Server returned non-2xx status code: {text}").into(),
+    };
+    for (text, wanted) in [
+        (
+            "400 Bad Request: <Error><Code>RequestTimeout</Code></Error>",
+            true,
+        ),
+        (
+            "400 Bad Request: <Error><Code>InvalidRequest</Code></Error>",
+            false,
+        ),
+        ("503 Slow Down: ", true),
+        ("429 Too Many Requests: ", true),
+        ("416 Range Not Satisfiable: ", false),
+    ] {
+        assert_eq!(is_transient(&says(text)), wanted, "{text}");
+    }
+
+    let Some(setting) = Setting::new() else {
+        return;
+    };
+    // Four times as long as a request may take, for something of 1 MiB.
+    let proxy = setting
+        .server
+        .proxy(|_, method, _| (method == "PUT").then_some(Fault::Slow));
+    let patience = Patience {
+        request: SILENCE / 4,
+        first: Duration::ZERO,
+        later: Duration::ZERO,
+        ..HASTY
+    };
+    let objects = through(&proxy, "slow", patience);
+    assert!(objects.create("long", vec![7; 1 << 20].into()).unwrap());
+    let error = objects.create("short", Bytes::new()).unwrap_err();
+    assert!(error.to_string().contains("no answer within"), "{error}");
+}
+
+/// The time that is given to errors begins with the first one: here the connection ends after twice as long.
+#[test]
+fn an_answer_that_took_long_to_fail_is_asked_for_again() {
+    let Some(setting) = Setting::new() else {
+        return;
+    };
+    let proxy = setting
+        .server
+        .proxy(|n, _, _| (n == 0).then_some(Fault::Silent));
+    let patience = Patience {
+        first: SILENCE / 2,
+        ..HASTY
+    };
+    let objects = through(&proxy, "late", patience);
+    assert_eq!(objects.get("none").unwrap(), None);
+    assert_eq!(proxy.count(), 2);
+}
+
+/// A removal that is refused is an error, also of a server that answers bulk removals with 200.
+#[test]
+fn each_object_is_removed_by_itself() {
+    let Some(setting) = Setting::new() else {
+        return;
+    };
+    let methods = Arc::new(Mutex::new(Vec::new()));
+    let seen = methods.clone();
+    let proxy = setting.server.proxy(move |_, method, _| {
+        seen.lock().push(method.to_owned());
+        None
+    });
+    let objects = through(&proxy, "one", HASTY);
+    objects.create("x", Bytes::new()).unwrap();
+    objects.remove("x").unwrap();
+    assert_eq!(*methods.lock(), ["PUT", "DELETE"]);
 }
 
 #[test]

@@ -20,6 +20,8 @@ pub enum Fault {
     Torn,
     /// Nothing is done, and nothing is answered for some seconds.
     Silent,
+    /// It is done, after some seconds.
+    Slow,
     /// A condition that was not met is reported as met.
     Careless,
     /// Nothing is done, and that it was is answered.
@@ -207,6 +209,7 @@ fn serve(
             std::thread::sleep(SILENCE);
             return Ok(());
         }
+        Some(Fault::Slow) => std::thread::sleep(SILENCE),
         _ => {}
     }
     let mut there = TcpStream::connect((Ipv4Addr::LOCALHOST, server))?;
