@@ -98,6 +98,32 @@ pub enum VaultError {
         "this is the last key of the vault {0}: without one nothing in it can be read; add another one first"
     )]
     LastKey(String),
+    /// Without another one nobody knows that one works.
+    #[error(
+        "this key has just opened the vault {0}; to remove it, open the vault with another one"
+    )]
+    KeyInUse(String),
+    /// Two remove keys at once.
+    #[error(
+        "another command is removing the key that opened the vault {0}; nothing was removed, see `drover vault key list` and try again"
+    )]
+    KeyChanges(String),
+    /// No more.
+    #[error("the vault {vault} has {max} keys, the most it can have; remove one first")]
+    ManyKeys {
+        /// Where the vault is.
+        vault: String,
+        /// How many there can be.
+        max: usize,
+    },
+    /// Its label is too long.
+    #[error("the label of the key has {len} bytes; {max} are the most")]
+    LongLabel {
+        /// How long it is.
+        len: usize,
+        /// How long it can be.
+        max: usize,
+    },
     /// The secret cannot be had.
     #[error("{0}")]
     NoSecret(String),

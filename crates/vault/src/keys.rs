@@ -2,7 +2,7 @@
 //! key (`docs/format/vault-encryption.md`).
 
 use std::fmt;
-use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use argon2::{Algorithm, Argon2, Params, Version};
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
@@ -10,18 +10,20 @@ use jiff::Timestamp;
 
 use crate::container::SessionId;
 use crate::error::{Result, VaultError};
-use crate::objects::{Objects, put_own};
-use crate::record::{KeyRecord, RecordError};
+use crate::objects::{Objects, get_at_most, put_own};
+use crate::record::{KeyRecord, MAX_RECORD_BYTES, RecordError};
 use drover_storage::EnvelopeError;
 
 /// Most keys of a vault.
 pub const MAX_KEYS: usize = 16;
+/// Most that are read, whoever wrote them.
+const MAX_READ: usize = 64;
 /// Longest secret in bytes.
 pub const MAX_SECRET: usize = 64 << 10;
 /// Most memory that a key may ask for, in KiB.
-const MAX_KIB: u32 = 1 << 20;
+const MAX_KIB: u32 = 256 << 10;
 /// Most passes.
-const MAX_PASSES: u32 = 16;
+const MAX_PASSES: u32 = 4;
 /// Longest label in bytes.
 pub const MAX_LABEL: usize = 200;
 /// Memory of a new key in KiB: 64 MiB, three passes, as RFC 9106 recommends where memory is short.
@@ -30,6 +32,10 @@ const KIB: u32 = 64 << 10;
 #[cfg(test)]
 const KIB: u32 = 64;
 const PASSES: u32 = 3;
+/// Who removes a key does not act on a mark that is older.
+const MAX_MARK_AGE: Duration = Duration::from_secs(3600);
+/// Marks of others are void after that.
+const MAX_STALE_MARK: Duration = Duration::from_secs(24 * 3600);
 
 /// A passphrase, or the content of a key file.
 #[derive(Clone)]
@@ -76,6 +82,13 @@ pub(crate) struct Unlocked {
 fn key(id: SessionId) -> String {
     format!("keys/{id}")
 }
+
+/// The mark of one who is about to remove a key.
+fn mark(id: SessionId, by: SessionId) -> String {
+    format!("{MARKS}/{id}/{by}")
+}
+
+const MARKS: &str = "removing";
 
 /// The key that encrypts the master key; none if the parameters are beyond the limits.
 fn stretch(secret: &Secret, record: &KeyRecord) -> Option<[u8; 32]> {
@@ -156,10 +169,10 @@ fn records(objects: &dyn Objects, vault: &[u8; 16]) -> Result<Vec<(SessionId, Ke
     let mut out = Vec::new();
     for object in objects.list("keys")? {
         let id = object.key.split('/').nth(1).and_then(SessionId::parse);
-        let Some(id) = id.filter(|_| out.len() < MAX_KEYS) else {
+        let Some(id) = id.filter(|_| out.len() < MAX_READ) else {
             continue;
         };
-        let Some(bytes) = objects.get(&object.key)? else {
+        let Some(bytes) = get_at_most(objects, &object.key, MAX_RECORD_BYTES)? else {
             continue;
         };
         match KeyRecord::decode(&bytes) {
@@ -181,7 +194,10 @@ fn records(objects: &dyn Objects, vault: &[u8; 16]) -> Result<Vec<(SessionId, Ke
 
 /// Opens the master key.
 pub(crate) fn unlock(objects: &dyn Objects, vault: &[u8; 16], secret: &Secret) -> Result<Unlocked> {
-    for (id, record) in records(objects, vault)? {
+    let mut all = records(objects, vault)?;
+    // The usual ones first: what somebody else put there to cost time comes after them.
+    all.sort_by_key(|(_, record)| (record.kib, record.passes) != (KIB, PASSES));
+    for (id, record) in all {
         let Some(stretched) = stretch(secret, &record) else {
             continue;
         };
@@ -218,9 +234,17 @@ pub(crate) fn list(
         .collect())
 }
 
-/// Removes a key, unless it is the last one.
-pub(crate) fn remove(objects: &Arc<dyn Objects>, vault: &[u8; 16], id: SessionId) -> Result<()> {
-    let all = records(&**objects, vault)?;
+/// Removes a key other than `by`, which opened the vault: so one that works is left.
+///
+/// Others may remove keys at the same time, `by` among them. Each marks the key first, *then* looks for marks: one of
+/// two sees the other, and gives way.
+pub(crate) fn remove(
+    objects: &dyn Objects,
+    vault: &[u8; 16],
+    id: SessionId,
+    by: SessionId,
+) -> Result<()> {
+    let all = records(objects, vault)?;
     if !all.iter().any(|(found, _)| *found == id) {
         return Err(VaultError::NoKey {
             key: id.to_string(),
@@ -230,5 +254,41 @@ pub(crate) fn remove(objects: &Arc<dyn Objects>, vault: &[u8; 16], id: SessionId
     if all.len() == 1 {
         return Err(VaultError::LastKey(objects.describe()));
     }
-    Ok(objects.remove(&key(id))?)
+    if id == by {
+        return Err(VaultError::KeyInUse(objects.describe()));
+    }
+    let mine = mark(id, SessionId::random());
+    let marked = Instant::now();
+    put_own(objects, &mine, b"mark".to_vec())?;
+    let stays = stays(objects, vault, by, &mine);
+    if !matches!(stays, Ok(true)) || marked.elapsed() >= MAX_MARK_AGE {
+        objects.remove(&mine)?;
+        stays?;
+        return Err(VaultError::KeyChanges(objects.describe()));
+    }
+    // After an error it may be removed yet: then the mark stays.
+    objects.remove(&key(id))?;
+    for object in objects.list(&format!("{MARKS}/{id}"))? {
+        objects.remove(&object.key)?;
+    }
+    Ok(())
+}
+
+/// Whether the key `by` is there, and nobody is about to remove it; `mine` is a mark that was just written. Marks that
+/// are void are removed.
+fn stays(objects: &dyn Objects, vault: &[u8; 16], by: SessionId, mine: &str) -> Result<bool> {
+    let marks = objects.list(MARKS)?;
+    let Some(now) = marks.iter().find(|o| o.key == mine).map(|o| o.modified_ms) else {
+        return Ok(false);
+    };
+    let mut is_marked = false;
+    for object in &marks {
+        let age = i128::from(now) - i128::from(object.modified_ms);
+        if age >= MAX_STALE_MARK.as_millis() as i128 {
+            objects.remove(&object.key)?;
+        } else if object.key.split('/').nth(1).and_then(SessionId::parse) == Some(by) {
+            is_marked = true;
+        }
+    }
+    Ok(!is_marked && records(objects, vault)?.iter().any(|(id, _)| *id == by))
 }

@@ -81,7 +81,10 @@ fn objects(url: &str) -> Result<Arc<dyn Objects>> {
 
 impl From<String> for Location {
     fn from(text: String) -> Self {
+        // One prefix has one text.
+        let trimmed = text.trim_end_matches('/');
         match text.contains("://") {
+            true if trimmed.contains("://") => Location::Store(trimmed.to_owned()),
             true => Location::Store(text),
             false => Location::Directory(text.into()),
         }
@@ -127,6 +130,9 @@ mod tests {
         let store = location("s3://bucket/a/b");
         assert_eq!(store.clone().absolute().unwrap(), store);
         assert_eq!(store.to_string(), "s3://bucket/a/b");
+        assert_eq!(location("s3://bucket/a/b//"), store);
+        assert_eq!(location("s3://bucket/").to_string(), "s3://bucket");
+        assert_eq!(location("s3://").to_string(), "s3://");
         let relative = location("store").absolute().unwrap();
         assert!(relative.to_string().starts_with('/'));
         for url in ["ftp://x/y", "s3://", "s3://a/../b"] {

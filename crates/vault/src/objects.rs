@@ -290,6 +290,15 @@ pub(crate) fn put_own(objects: &dyn Objects, key: &str, bytes: Vec<u8>) -> Resul
     })
 }
 
+/// An object of at most `max` bytes; of a longer one the first `max` + 1, which no decoder takes.
+pub(crate) fn get_at_most(
+    objects: &dyn Objects,
+    key: &str,
+    max: u64,
+) -> Result<Option<Bytes>, StoreError> {
+    objects.get_range(key, 0..max + 1)
+}
+
 /// Bytes of a file, as far as it goes.
 fn read_range(file: &File, range: Range<u64>) -> io::Result<Bytes> {
     let end = range.end.min(file.metadata()?.len());

@@ -60,9 +60,13 @@ impl Keys {
         self.digests
     }
 
-    /// The key of one piece, which seals nothing else: its salt is random and of 192 bits.
-    fn piece(&self, salt: &[u8]) -> LessSafeKey {
-        let key = blake3::keyed_hash(&self.content, salt);
+    /// The key of one piece, which seals nothing else: its salt is random and of 192 bits. It is of no other place
+    /// (`bound`) either, so that no store can offer one ciphertext as two pieces.
+    fn piece(&self, salt: &[u8], bound: &[u8]) -> LessSafeKey {
+        let mut hasher = blake3::Hasher::new_keyed(&self.content);
+        hasher.update(salt);
+        hasher.update(bound);
+        let key = hasher.finalize();
         let key = UnboundKey::new(&AES_256_GCM, key.as_bytes()).expect("a key of 32 bytes");
         LessSafeKey::new(key)
     }
@@ -84,7 +88,7 @@ impl Keys {
             out.extend_from_slice(piece);
             let bound = bound(key, number as u64, number + 1 == pieces);
             let tag = self
-                .piece(&salt)
+                .piece(&salt, &bound)
                 .seal_in_place_separate_tag(zero(), Aad::from(bound), &mut out[at..])
                 .expect("a piece of 64 KiB can be sealed");
             out.extend_from_slice(tag.as_ref());
@@ -114,7 +118,7 @@ impl Keys {
                 out.extend_from_slice(body);
                 let bound = bound(key, number, end);
                 let opened = self
-                    .piece(salt)
+                    .piece(salt, &bound)
                     .open_in_place(zero(), Aad::from(bound), &mut out[at..])
                     .map(|plain| plain.len());
                 match opened {

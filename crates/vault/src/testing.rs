@@ -41,6 +41,7 @@ pub struct MemoryObjects {
     hook: Option<Hook>,
     operations: Arc<AtomicU64>,
     stopped: Arc<std::sync::atomic::AtomicBool>,
+    most_read: Arc<AtomicU64>,
 }
 
 impl MemoryObjects {
@@ -55,6 +56,7 @@ impl MemoryObjects {
             hook: Some(Arc::new(hook)),
             operations: Arc::default(),
             stopped: Arc::default(),
+            most_read: Arc::default(),
         }
     }
 
@@ -81,6 +83,18 @@ impl MemoryObjects {
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.operations.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes that one read of this view has given.
+    #[must_use]
+    pub fn most_read(&self) -> u64 {
+        self.most_read.load(Ordering::Relaxed)
+    }
+
+    fn given(&self, bytes: Bytes) -> Bytes {
+        self.most_read
+            .fetch_max(bytes.len() as u64, Ordering::Relaxed);
+        bytes
     }
 
     /// The keys there are.
@@ -151,7 +165,8 @@ impl Objects for MemoryObjects {
 
     fn get(&self, key: &str) -> Result<Option<Bytes>, StoreError> {
         self.operate("read", key, || {
-            self.shared.objects.lock().get(key).map(|o| o.0.clone())
+            let objects = self.shared.objects.lock();
+            objects.get(key).map(|o| self.given(o.0.clone()))
         })
     }
 
@@ -160,7 +175,7 @@ impl Objects for MemoryObjects {
             let objects = self.shared.objects.lock();
             let bytes = &objects.get(key)?.0;
             let at = |n: u64| (n as usize).min(bytes.len());
-            Some(bytes.slice(at(range.start)..at(range.end)))
+            Some(self.given(bytes.slice(at(range.start)..at(range.end))))
         })
     }
 

@@ -12,8 +12,10 @@ use crate::digester::Digester;
 use crate::error::{Result, VaultError};
 use crate::keys::{self, KeyEntry, Secret, Unlocked};
 use crate::names::{Machine, Reference, SnapshotId};
-use crate::objects::{LocalObjects, Objects, put_own};
-use crate::record::{Chunking, Made, RecordError, Share, SnapshotRecord, VaultRecord};
+use crate::objects::{LocalObjects, Objects, get_at_most, put_own};
+use crate::record::{
+    Chunking, MAX_RECORD_BYTES, Made, RecordError, Share, SnapshotRecord, VaultRecord,
+};
 use crate::sealed::{Keys, SealedObjects};
 use drover_storage::EnvelopeError;
 
@@ -114,7 +116,7 @@ impl Vault {
     ) -> Result<Vault> {
         let record = new_record(true);
         let master = keys::new_master()?;
-        if objects.get(VAULT_KEY)?.is_some() {
+        if get_at_most(&*objects, VAULT_KEY, 0)?.is_some() {
             return Err(VaultError::Exists(objects.describe()));
         }
         // Before the vault: without a key it could never be opened.
@@ -140,7 +142,7 @@ impl Vault {
         objects: Arc<dyn Objects>,
         ask: &mut dyn FnMut() -> Result<Secret>,
     ) -> Result<Vault> {
-        let Some(bytes) = objects.get(VAULT_KEY)? else {
+        let Some(bytes) = get_at_most(&*objects, VAULT_KEY, MAX_RECORD_BYTES)? else {
             return Err(VaultError::NoVault(objects.describe()));
         };
         let record = VaultRecord::decode(&bytes).map_err(|error| match error {
@@ -189,11 +191,20 @@ impl Vault {
     /// Adds a key: from now on this secret opens the vault as well.
     ///
     /// # Errors
-    /// [`VaultError::NoKeys`], [`VaultError::TooLarge`], errors of the store.
+    /// [`VaultError::NoKeys`], [`VaultError::ManyKeys`], [`VaultError::LongLabel`], errors of the store.
     pub fn add_key(&self, secret: &Secret, label: &str) -> Result<SessionId> {
         let (objects, unlocked) = self.unlocked()?;
-        if self.keys()?.len() >= keys::MAX_KEYS || label.len() > keys::MAX_LABEL {
-            return Err(VaultError::TooLarge("another key, or its label,".into()));
+        if label.len() > keys::MAX_LABEL {
+            return Err(VaultError::LongLabel {
+                len: label.len(),
+                max: keys::MAX_LABEL,
+            });
+        }
+        if self.keys()?.len() >= keys::MAX_KEYS {
+            return Err(VaultError::ManyKeys {
+                vault: self.place(),
+                max: keys::MAX_KEYS,
+            });
         }
         keys::add(&**objects, &self.record.id, &unlocked.master, secret, label)
     }
@@ -207,12 +218,14 @@ impl Vault {
         keys::list(&**objects, &self.record.id, unlocked.by)
     }
 
-    /// Removes a key: its secret does not open the vault any more.
+    /// Removes a key other than the one that opened this vault: its secret no longer opens the vault.
     ///
     /// # Errors
-    /// [`VaultError::NoKey`], [`VaultError::LastKey`], [`VaultError::NoKeys`], errors of the store.
+    /// [`VaultError::NoKey`], [`VaultError::LastKey`], [`VaultError::KeyInUse`], [`VaultError::KeyChanges`],
+    /// [`VaultError::NoKeys`], errors of the store.
     pub fn remove_key(&self, id: SessionId) -> Result<()> {
-        keys::remove(&self.unlocked()?.0, &self.record.id, id)
+        let (objects, unlocked) = self.unlocked()?;
+        keys::remove(&**objects, &self.record.id, id, unlocked.by)
     }
 
     /// What the vault is.
