@@ -36,6 +36,8 @@ pub enum Key {
     Asked,
     /// A file.
     File(PathBuf),
+    /// A passphrase, which is asked for. The vault was not created from this site, but has been opened from it.
+    Seen,
 }
 
 impl Key {
@@ -43,6 +45,7 @@ impl Key {
         match self {
             Key::None => String::new(),
             Key::Asked => "?".into(),
+            Key::Seen => "+".into(),
             Key::File(path) => path.display().to_string(),
         }
     }
@@ -51,6 +54,7 @@ impl Key {
         match text {
             "" => Key::None,
             "?" => Key::Asked,
+            "+" => Key::Seen,
             path => Key::File(path.into()),
         }
     }
@@ -89,6 +93,10 @@ impl From<VaultError> for Error {
             | VaultError::WrongKey(_)
             | VaultError::NoKey { .. }
             | VaultError::LastKey(_)
+            | VaultError::KeyInUse(_)
+            | VaultError::KeyChanges(_)
+            | VaultError::ManyKeys { .. }
+            | VaultError::LongLabel { .. }
             | VaultError::Unsupported { .. } => Error::refused(error.to_string()),
             VaultError::Ambiguous { .. } | VaultError::BadReference(_) => {
                 Error::usage(error.to_string())
@@ -103,7 +111,12 @@ impl From<VaultError> for Error {
 /// # Errors
 /// When the record cannot be read.
 pub fn known(home: &Home) -> Result<Vec<Known>> {
-    let path = record(home);
+    known_in(home.dir())
+}
+
+/// The vaults that the home in a directory knows; none if there is no home.
+fn known_in(dir: &Path) -> Result<Vec<Known>> {
+    let path = record(dir);
     let Some(bytes) = PLAIN.read(&path)? else {
         return Ok(Vec::new());
     };
@@ -140,6 +153,11 @@ pub fn known(home: &Home) -> Result<Vec<Known>> {
 pub fn add(home: &Home, vault: &Location, key: Key) -> Result<()> {
     let mut all = known(home)?;
     all.retain(|known| known.location != *vault);
+    if all.len() >= MAX_VAULTS
+        && let Some(oldest) = all.iter().position(|known| known.key == Key::Seen)
+    {
+        all.remove(oldest);
+    }
     all.push(Known {
         location: vault.clone(),
         key,
@@ -161,18 +179,41 @@ pub fn add(home: &Home, vault: &Location, key: Key) -> Result<()> {
             body.push('\0');
         }
     }
-    Ok(kind.write(&record(home), body.as_bytes())?)
+    Ok(kind.write(&record(home.dir()), body.as_bytes())?)
 }
 
-fn record(home: &Home) -> PathBuf {
-    home.dir().join("vaults")
-}
-
-/// The vault that was chosen, with an absolute path, else the only one of the home; and how it is opened.
+/// Remembers that a vault is encrypted, which was opened: from now on no other one is taken for it.
 ///
 /// # Errors
-/// When there is none, or several and none was chosen.
-pub fn find(chosen: &Chosen, home: impl FnOnce() -> Result<Home>) -> Result<Known> {
+/// When the record cannot be read or written.
+pub fn remember(home: &Home, location: &Location, vault: &Vault) -> Result<()> {
+    if !vault.record().is_encrypted {
+        return Ok(());
+    }
+    match known(home)?
+        .iter()
+        .find(|known| known.location == *location)
+    {
+        Some(known) if known.key != Key::None => Ok(()),
+        Some(_) => add(home, location, Key::Asked),
+        None => add(home, location, Key::Seen),
+    }
+}
+
+fn record(dir: &Path) -> PathBuf {
+    dir.join("vaults")
+}
+
+/// The vault that was chosen, with an absolute path, else the only one of the home, which is in `dir`; and how it is
+/// opened.
+///
+/// # Errors
+/// When there is none, or several and none was chosen; when the record cannot be read.
+pub fn find(
+    chosen: &Chosen,
+    dir: Result<PathBuf>,
+    home: impl FnOnce() -> Result<Home>,
+) -> Result<Known> {
     let key_file = |known: Known| -> Result<Known> {
         Ok(match &chosen.key_file {
             Some(path) => Known {
@@ -184,15 +225,19 @@ pub fn find(chosen: &Chosen, home: impl FnOnce() -> Result<Home>) -> Result<Know
     };
     if let Some(location) = &chosen.location {
         let location = location.clone().absolute()?;
-        // Who names a vault needs no home.
-        let all = home().and_then(|home| known(&home)).unwrap_or_default();
+        // Who names a vault needs no home. But what a home knows counts: else another vault could be put in its place.
+        let all = match dir {
+            Ok(dir) => known_in(&dir)?,
+            Err(_) => Vec::new(),
+        };
         let found = all.into_iter().find(|known| known.location == location);
         return key_file(found.unwrap_or(Known {
             location,
             key: Key::None,
         }));
     }
-    let known = known(&home()?)?;
+    let mut known = known(&home()?)?;
+    known.retain(|known| known.key != Key::Seen);
     match known.as_slice() {
         [only] => key_file(only.clone()),
         [] => Err(Error::refused(
@@ -218,7 +263,7 @@ impl Known {
         let opened = self.location.open(&mut || {
             let secret = match &self.key {
                 Key::File(path) => read_key(path),
-                Key::None | Key::Asked => ask(),
+                Key::None | Key::Asked | Key::Seen => ask(),
             };
             secret.map_err(|error| {
                 failed = Some(error);
@@ -241,7 +286,7 @@ impl Known {
     pub fn key_file(&self) -> Option<&Path> {
         match &self.key {
             Key::File(path) => Some(path),
-            Key::None | Key::Asked => None,
+            Key::None | Key::Asked | Key::Seen => None,
         }
     }
 }

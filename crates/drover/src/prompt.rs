@@ -12,6 +12,8 @@ use crate::out;
 
 /// Maximum length of a secret, in bytes.
 const MAX_SECRET: u64 = 64 << 10;
+/// A passphrase with fewer characters is short.
+const SHORT: usize = 8;
 
 /// Returns if the user confirms, by `--yes` or at the prompt.
 ///
@@ -38,11 +40,65 @@ pub fn confirm(question: &str, yes: bool) -> Result<()> {
     }
 }
 
-/// Reads a secret from stdin: one line. At a terminal it is asked for, and not shown.
+/// Reads a secret from stdin: one line, without the spaces around it. At a terminal it is asked for, and not shown.
 ///
 /// # Errors
 /// When stdin cannot be read, or is empty.
 pub fn secret(what: &str) -> Result<String> {
+    given(what, hidden_line(what)?.trim())
+}
+
+/// Reads a passphrase, as [`secret`], but with the spaces around it: a key file has them too.
+///
+/// # Errors
+/// As [`secret`].
+pub fn passphrase(what: &str) -> Result<String> {
+    given(what, without_end(&hidden_line(what)?))
+}
+
+/// Reads a new passphrase; at a terminal, twice.
+///
+/// # Errors
+/// As [`passphrase`]; when it is not repeated.
+pub fn new_passphrase() -> Result<String> {
+    let first = passphrase("new passphrase")?;
+    if first.chars().count() < SHORT {
+        out::note(&format!(
+            "drover: the passphrase is shorter than {SHORT} characters: who has a copy of the vault can find it by trying"
+        ));
+    }
+    if io::stdin().is_terminal() {
+        match without_end(&hidden_line("the same passphrase again")?) {
+            "" => {
+                return Err(usage(
+                    "the passphrase was not repeated; nothing was changed",
+                ));
+            }
+            again if again != first => {
+                return Err(usage("the passphrases differ; nothing was changed"));
+            }
+            _ => {}
+        }
+    }
+    Ok(first)
+}
+
+fn without_end(line: &str) -> &str {
+    line.trim_end_matches(['\n', '\r'])
+}
+
+fn given(what: &str, secret: &str) -> Result<String> {
+    match (secret, io::stdin().is_terminal()) {
+        ("", true) => Err(usage(format!("the {what} is empty"))),
+        ("", false) => Err(usage(format!(
+            "no {what} on stdin: run the command at a terminal, or redirect stdin"
+        ))),
+        (secret, _) => Ok(secret.to_owned()),
+    }
+}
+
+/// Reads one line from stdin, with its end. At a terminal it is asked for, and not shown.
+fn hidden_line(what: &str) -> Result<String> {
     let stdin = io::stdin();
     let silent = match stdin.is_terminal() {
         true => Some(Silent::start(&stdin).context("cannot prepare the terminal")?),
@@ -56,17 +112,12 @@ pub fn secret(what: &str) -> Result<String> {
     let line = read_line(stdin.lock().take(MAX_SECRET));
     let line = line.with_context(|| format!("cannot read the {what} from stdin"))?;
     drop(silent);
-    match line.trim() {
-        line if line.ends_with(CTRL_C) => {
-            // Nothing has ended the line of the prompt.
-            out::note("");
-            bail!("cancelled")
-        }
-        "" => Err(usage(format!(
-            "no {what} on stdin: run the command at a terminal, or redirect stdin"
-        ))),
-        secret => Ok(secret.to_owned()),
+    if line.ends_with(CTRL_C) {
+        // Nothing has ended the line of the prompt.
+        out::note("");
+        bail!("cancelled")
     }
+    Ok(line)
 }
 
 /// Ctrl-C, as a terminal passes it on that makes no signal of it.

@@ -1,6 +1,5 @@
 //! `vault`, `snapshot`, `snapshots` and `restore`.
 
-use std::io::IsTerminal;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -29,14 +28,18 @@ const EVERY: Duration = Duration::from_secs(1);
 
 fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
     let existing = || Home::existing(Home::locate(home)?);
-    let known = vaults::find(&of.chosen(), existing)?;
+    let known = vaults::find(&of.chosen(), Home::locate(home), existing)?;
     let ask = || passphrase(&format!("passphrase of {}", known.location));
-    Ok(known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?)
+    let vault = known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?;
+    if let Ok(home) = existing() {
+        vaults::remember(&home, &known.location, &vault)?;
+    }
+    Ok(vault)
 }
 
 /// Asks for a passphrase.
 fn passphrase(what: &str) -> Result<Secret> {
-    let text = prompt::secret(what)?;
+    let text = prompt::passphrase(what)?;
     Secret::new(text.as_bytes()).ok_or_else(|| usage("the passphrase is empty"))
 }
 
@@ -52,10 +55,7 @@ fn new_secret(key_file: Option<&Path>) -> Result<Secret> {
         }
         return Ok(secret);
     }
-    let text = prompt::secret("new passphrase")?;
-    if std::io::stdin().is_terminal() && prompt::secret("the same again")? != text {
-        return Err(usage("the passphrases differ"));
-    }
+    let text = prompt::new_passphrase()?;
     Secret::new(text.as_bytes()).ok_or_else(|| usage("the passphrase is empty"))
 }
 

@@ -83,7 +83,7 @@ pub enum VaultError {
     #[error("the vault {0} is not encrypted, so it has no keys")]
     NoKeys(String),
     /// The secret opens nothing.
-    #[error("the passphrase or key file opens no key of the vault {0}")]
+    #[error("this is not a passphrase or key file of the vault {0}")]
     WrongKey(String),
     /// No such key.
     #[error("the vault {vault} has no key {key}; `drover vault key list` shows them")]

@@ -63,9 +63,11 @@ pub fn resolve(home: &Home, image: Target, vault: &Chosen) -> Result<Target> {
     if image.domain.is_some() || (vault.location.is_none() && is_image(home, &image)?) {
         return Ok(image);
     }
-    let place = vaults::find(vault, || Ok(home.clone()))
+    let place = vaults::find(vault, Ok(home.dir().to_path_buf()), || Ok(home.clone()))
         .with_context(|| format!("{} is no image of this site", image.image))?;
-    let entry = open_vault(&place)?.find(&reference)?;
+    let opened = open_vault(&place)?;
+    vaults::remember(home, &place.location, &opened)?;
+    let entry = opened.find(&reference)?;
     Ok(Target {
         image: entry.id.to_string(),
         local: Some(LocalDisk::Snapshot {

@@ -115,8 +115,8 @@ Examples:
 /// Amazon's, and AWS_ALLOW_HTTP=true if that speaks plain HTTP. For gs://, GOOGLE_APPLICATION_CREDENTIALS; for az://, AZURE_STORAGE_ACCOUNT_NAME and
 /// AZURE_STORAGE_ACCOUNT_KEY. A store that overwrites objects although it is told not to is refused.
 ///
-/// With --encrypt, everything in the vault is encrypted before it is written, names of machines included: who has the store and no passphrase sees how much
-/// there is, and when it was written. If all passphrases and key files are lost, nobody can read the vault again: there is no way.
+/// With --encrypt, everything in the vault is encrypted before it is written, names of machines included: anyone who has the store and no passphrase sees how
+/// much there is, and when it was written. If all passphrases and key files are lost, nobody can read the vault again: there is no way to recover it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -141,8 +141,9 @@ pub struct VaultInitArgs {
 
 /// Change the passphrases and key files of an encrypted vault
 ///
-/// Each opens the vault by itself; nothing that is stored is written again. A key that is removed opens the vault no more, but who has copied the vault while it was there
-/// can still open the copy.
+/// Each opens the vault by itself; nothing that is stored is written again. A key that is removed no longer opens the vault, but does not shut out somebody who knew it: they
+/// may have kept the vault's master key, and can then read everything in the store, also what is written later. To shut them out, make a new vault. The key that has opened the
+/// vault cannot be removed: open it with another one.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -181,10 +182,11 @@ Examples:
         #[command(flatten)]
         of: VaultOption,
     },
-    /// Remove a passphrase or key file; the last one cannot be removed
+    /// Remove a passphrase or key file; not the one that opens the vault for it, nor the last one
     #[command(after_help = "\
 Examples:
-  drover vault key remove 0f3a9c02d1")]
+  drover vault key remove 0f3a9c02d1
+  drover vault key remove 0f3a9c02d1 --key-file other.key")]
     Remove {
         /// The key, as in `drover vault key list`
         #[arg(value_name = "KEY", value_parser = key)]

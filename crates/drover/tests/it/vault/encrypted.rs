@@ -38,10 +38,11 @@ fn an_encrypted_vault_opens_with_each_of_its_keys_and_with_nothing_else() {
     let first = first["key"].as_str().unwrap();
     fs::write(world.path("phrase"), "correct horse").unwrap();
     fs::write(world.path("wrong"), "wrong").unwrap();
-    run(&["snapshots", "--key-file", "wrong"]).fails(3, &["opens no key of the vault"]);
+    run(&["snapshots", "--key-file", "wrong"])
+        .fails(3, &["is not a passphrase or key file of the vault"]);
     run(&["snapshots", "--key-file", "none"]).fails(3, &["cannot read the key file"]);
     run(&["vault", "key", "remove", first, "--key-file", "phrase"]).ok();
-    run(&["snapshots"]).fails(3, &["opens no key of the vault"]);
+    run(&["snapshots"]).fails(3, &["is not a passphrase or key file of the vault"]);
     let last = keys[1]["key"].as_str().unwrap();
     run(&["vault", "key", "remove", last, "--key-file", "phrase"]).fails(3, &["the last key"]);
     // Another home does not know how it is opened.
@@ -62,8 +63,11 @@ fn an_encrypted_vault_opens_with_each_of_its_keys_and_with_nothing_else() {
     clear_all(&world.path("h/mounts"));
     run(&["vault", "check", "--full", "--key-file", "phrase"]).ok();
 
-    // A plain vault in its place is refused, before anything is written to it.
+    // A plain vault in its place is refused, before anything is written to it; also by a site that only has opened it,
+    // whose own vault is still its default.
     world.run("third", &["vault", "init", "plain"]).ok();
+    let third = [&other[..], &["--key-file", "phrase"]].concat();
+    world.run("third", &third).ok();
     world
         .run("third", &["vault", "key", "list"])
         .fails(3, &["is not encrypted"]);
@@ -71,6 +75,11 @@ fn an_encrypted_vault_opens_with_each_of_its_keys_and_with_nothing_else() {
     fs::rename(world.path("plain"), &place).unwrap();
     run(&["snapshot", "web.img"]).fails(3, &["is not encrypted, but it should be"]);
     assert!(!place.join("containers").exists());
+    let refused = world.run("third", &other);
+    refused.fails(3, &["is not encrypted, but it should be"]);
+    // What a site knows is not passed over because it cannot be read.
+    fs::write(world.path("h/vaults"), "damaged").unwrap();
+    run(&other).fails(1, &["h/vaults", "remove it"]);
 }
 
 #[test]
@@ -87,7 +96,15 @@ fn a_passphrase_is_read_from_stdin_and_a_mount_needs_a_file() {
     assert!(!world.path("store/vault").exists());
     with(&["vault", "init", "store", "--encrypt"], "battery staple\n").ok();
     with(&["snapshot", "web.img"], "battery staple\n").ok();
-    with(&["snapshot", "web.img"], "battery\n").fails(3, &["opens no key"]);
+    // Spaces are part of it, as they are in a file.
+    with(&["vault", "key", "add"], "\n").fails(2, &["passphrase"]);
+    let short = with(&["vault", "key", "add"], "battery staple\n x \n").ok();
+    assert!(short.err.contains("shorter than 8"), "{}", short.err);
+    with(&["snapshots"], "x\n").fails(3, &["is not a passphrase"]);
+    with(&["snapshots"], " x \n").ok();
+    fs::write(world.path("x"), " x \n").unwrap();
+    world.run("h", &["snapshots", "--key-file", "x"]).ok();
+    with(&["snapshot", "web.img"], "battery\n").fails(3, &["is not a passphrase"]);
     let listen = format!("unix:{}", world.path("s").display());
     world
         .run(
