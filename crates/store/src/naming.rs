@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use crate::StoreError;
 
 /// File name under which the replaced file is kept, next to the new one.
-const REPLACED: &str = "replaced";
+pub const REPLACED: &str = "replaced";
 
 /// A file that has been renamed, but is not in the catalog yet.
 pub struct Named {

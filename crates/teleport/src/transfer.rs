@@ -26,6 +26,7 @@ mod profile;
 
 use ahead::AheadLog;
 pub use ahead::read_ahead;
+pub(crate) use profile::PROFILE;
 pub use profile::{keep_profile, kept_profile};
 
 /// Marker file: the last sync of a stopped transfer succeeded. Never synced itself: it describes the page cache's

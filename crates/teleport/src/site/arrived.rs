@@ -94,14 +94,31 @@ impl Site {
         arrived: &Arrived,
         sketch: Option<&Sketch>,
     ) -> Result<bool, TeleportError> {
+        self.settle_unless(arrived, sketch, |_| false)
+    }
+
+    /// As [`Site::settle`], but fails if the image that has the name, as the catalog says while it is locked, is one that must not
+    /// be replaced.
+    pub(super) fn settle_unless(
+        &self,
+        arrived: &Arrived,
+        sketch: Option<&Sketch>,
+        stays: impl Fn(&ImageRecord) -> bool,
+    ) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
         let target = self.image_path(&offer.name);
         let part = arrived.part();
         let id = ImageId(arrived.opening.image);
         let (changing, old) = self.change(&offer.name, part.exists())?;
+        // It may not be there under a key that is delivered once more, later.
+        self.remove_taken(&arrived.dir)?;
         let mut record = arrived.record(target.clone(), old.as_ref());
         let mut named = None;
         if part.exists() {
+            if old.as_ref().is_some_and(stays) {
+                let text = format!("a newer image is called {} by now", offer.name);
+                return Err(TeleportError::refused(Code::Denied, text));
+            }
             // Any of it may have changed since the image was offered.
             self.check_sender(&arrived.opening.peer, old.as_ref())?;
             let all_known = arrived.blocks.walk_blocks() == arrived.layout.walk_blocks();
@@ -117,7 +134,7 @@ impl Site {
         } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
             drop(changing);
             self.discard(&arrived.dir, id);
-            let _ = std::fs::remove_file(self.images.map_path(id));
+            self.remove_map(id);
             return Ok(false);
         }
         record.stamp = Stamp::of_path(&target).ok();
@@ -239,6 +256,18 @@ impl Site {
             && (entered.is_some_and(|e| e.id.0 == arrived.opening.image)
                 || (size == arrived.opening.offer.file_bytes
                     && digest().is_ok_and(|found| found == arrived.closing.digest)))
+    }
+
+    /// Removes the map of an image that this site does not enter. Among nodes that needs this node's own directory: if it was taken
+    /// for dead meanwhile, another one is about to enter the image.
+    pub(super) fn remove_map(&self, id: ImageId) {
+        let map = self.images.map_path(id);
+        match self.remove_file_of(&map, id.0) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!(path = %map.display(), error = %e, "cannot remove");
+            }
+            _ => {}
+        }
     }
 
     fn write_map(&self, arrived: &Arrived, record: &ImageRecord) -> Result<(), TeleportError> {

@@ -7,7 +7,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use drover_core::ImageName;
 use drover_net::Code;
 use drover_storage::{make_private_dir, sync_parent};
+use drover_store::naming::REPLACED;
 use parking_lot::MutexGuard;
 
 use super::Site;
@@ -24,7 +25,7 @@ use crate::files::{copy_spans, data_spans, remove_dir};
 use crate::log::is_closed;
 use crate::others::{ASK_EVERY, FENCED, NotHeld, Others};
 use crate::teleporter::ImageEvent;
-use crate::transfer::inspect;
+use crate::transfer::{PROFILE, inspect};
 use crate::transfers::{TransferState, Unfinished, is_key, is_removed, look};
 
 /// Directory of transfers in a work directory.
@@ -33,7 +34,7 @@ const TRANSFERS: &str = "transfers";
 /// Where a transfer is copied to before it is this node's; removed when the site is opened.
 const TAKING: &str = "taking";
 
-/// Where files of removed images are moved before they are deleted.
+/// Where what is removed from beside other nodes is moved before it is deleted.
 const REMOVED: &str = "removed";
 
 /// How long a change of an image waits until another node has ended its own.
@@ -206,21 +207,46 @@ impl Site {
         let new = self.config.work_dir.join(TAKING).join(key);
         remove_dir(&new);
         make_private_dir(&new)?;
-        let (log, part) = (from.join("log"), from.join("image.part"));
-        // A log that is closed says that the file is not written any more.
-        let closed = is_closed(&log);
-        if part.exists() {
-            let to = new.join("image.part");
-            match closed {
-                true => fs::hard_link(&part, &to)?,
-                false => copy(&part, &to)?,
-            }
-        }
-        copy(&log, &new.join("log"))?;
-        sync_parent(&new.join("log"))?;
+        copy_files(from, &new, copy)?;
         fs::rename(&new, &own)?;
         sync_parent(&own)?;
-        remove_dir(from);
+        // If this fails, it is done before the image gets its name.
+        if let Err(e) = self.remove_copied(from) {
+            tracing::warn!(path = %from.display(), error = %e, "cannot remove");
+        }
+        Ok(())
+    }
+
+    /// Removes what the transfer in `own` was copied from, if that was cut off: somebody would deliver it again. It is gone by
+    /// its name when this returns, also after a crash.
+    pub(super) fn remove_taken(&self, own: &Path) -> Result<(), TeleportError> {
+        let (Some(shared), Some(key)) = (&self.config.shared, own.file_name()) else {
+            return Ok(());
+        };
+        for node in fenced(&shared.work_dirs) {
+            let from = node.join(TRANSFERS).join(key);
+            if from.is_dir() {
+                let failed = TeleportError::file("remove", &from);
+                self.remove_copied(&from).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the directory of a transfer at another node. It is first moved to this node's own, which fails if this one was taken
+    /// for dead: then it may be a later transfer.
+    fn remove_copied(&self, from: &Path) -> io::Result<()> {
+        let Some(key) = from.file_name() else {
+            return Ok(());
+        };
+        let aside = self.config.work_dir.join(REMOVED).join(key);
+        remove_dir(&aside);
+        if let Err(e) = fs::rename(from, &aside) {
+            // Unless somebody else has done it.
+            return if from.exists() { Err(e) } else { Ok(()) };
+        }
+        sync_parent(from)?;
+        remove_dir(&aside);
         Ok(())
     }
 
@@ -234,15 +260,8 @@ impl Site {
         let Some(shared) = &self.config.shared else {
             return Ok(done);
         };
-        for node in fs::read_dir(&shared.work_dirs)
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            if node.path().extension().is_none_or(|e| e != FENCED) {
-                continue;
-            }
-            let transfers = node.path().join(TRANSFERS);
+        for node in fenced(&shared.work_dirs) {
+            let transfers = node.join(TRANSFERS);
             for entry in fs::read_dir(&transfers).into_iter().flatten().flatten() {
                 let from = entry.path();
                 let key = entry.file_name();
@@ -271,15 +290,8 @@ impl Site {
         let Some(shared) = &self.config.shared else {
             return out;
         };
-        for node in fs::read_dir(&shared.work_dirs)
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            if node.path().extension().is_none_or(|e| e != FENCED) {
-                continue;
-            }
-            let transfers = node.path().join(TRANSFERS);
+        for node in fenced(&shared.work_dirs) {
+            let transfers = node.join(TRANSFERS);
             for entry in fs::read_dir(&transfers).into_iter().flatten().flatten() {
                 let Some(old) = look(&entry.path()).filter(|old| expired(old)) else {
                     continue;
@@ -298,9 +310,9 @@ impl Site {
             }
             // What else is there belongs to the node, if it comes back.
             if fs::remove_dir(&transfers).is_ok() {
-                remove_dir(&node.path().join("flocks"));
+                remove_dir(&node.join("flocks"));
             }
-            let _ = fs::remove_dir(node.path());
+            let _ = fs::remove_dir(&node);
         }
         out
     }
@@ -332,8 +344,47 @@ impl Site {
     }
 }
 
+/// The work directories of nodes that were taken for dead.
+fn fenced(work_dirs: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let nodes = fs::read_dir(work_dirs).into_iter().flatten().flatten();
+    let paths = nodes.map(|node| node.path());
+    paths.filter(|path| {
+        path.extension()
+            .is_some_and(|extension| extension == FENCED)
+    })
+}
+
+/// Copies the transfer of a node that was taken for dead, and may still write to files that it has open. Durable on return, except
+/// for the name of `new`.
+pub(super) fn copy_files(
+    from: &Path,
+    new: &Path,
+    copy: impl Fn(&Path, &Path) -> io::Result<()>,
+) -> io::Result<()> {
+    // The log first: a node writes to the partial file before it logs that this is complete.
+    let log = new.join("log");
+    copy(&from.join("log"), &log)?;
+    let part = from.join("image.part");
+    if part.exists() {
+        let to = new.join("image.part");
+        // A log that is closed says that the file is not written any more.
+        match is_closed(&log) {
+            true => fs::hard_link(&part, &to)?,
+            false => copy(&part, &to)?,
+        }
+    }
+    // Neither is ever written to: the file that gets its name back if a rename is undone, and the profile.
+    for name in [REPLACED, PROFILE] {
+        match fs::hard_link(from.join(name), new.join(name)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+    }
+    sync_parent(&log)
+}
+
 /// Copies a file, holes left out; durable on return.
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
+pub(super) fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let (from, to) = (File::open(from)?, File::create_new(to)?);
     let len = from.metadata()?.len();
     to.set_len(len)?;

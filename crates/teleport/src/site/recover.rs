@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use drover_index::ImageId;
 use drover_net::Code;
 use drover_storage::make_private_dir;
-use drover_store::BlockMap;
+use drover_store::{BlockMap, ImageRecord};
 
 use super::Site;
 use super::arrived::Arrived;
@@ -18,6 +18,9 @@ use crate::log::is_closed;
 use crate::partials::{MAX_STOPPED, Partials};
 use crate::transfer::{inspect, opening_of, reopen_closed, transfer_key};
 use crate::transfers::is_removed;
+
+/// Why an image is not delivered that another has overtaken.
+const OUTDATED: &str = "a newer image has its name by now";
 
 impl Site {
     /// Gives files that were complete when the site stopped their names, unless that would replace a newer image or
@@ -40,8 +43,9 @@ impl Site {
         self.finish_undoing(&arrived.dir, &arrived.opening.offer.name)?;
         let waits = arrived.part().exists();
         let (name, peer) = (&arrived.opening.offer.name, &arrived.opening.peer);
-        if waits && self.is_outdated(arrived) {
-            return self.give_up_name(arrived, "a newer image has its name by now");
+        let entered = self.images.by_name(name);
+        if waits && entered.is_some_and(|entered| self.is_outdated(arrived, &entered)) {
+            return self.give_up_name(arrived, OUTDATED);
         }
         let may = self.check_sender(peer, self.images.by_name(name).as_ref());
         if waits
@@ -57,7 +61,8 @@ impl Site {
                 "is whole, and waits for its name ({why}); it gets that when the site is started after that, or when it is sent again"
             ));
         }
-        match self.settle(arrived, None) {
+        let stays = |entered: &ImageRecord| self.is_outdated(arrived, entered);
+        match self.settle_unless(arrived, None, stays) {
             Ok(true) => {
                 self.watched(&SendEvent {
                     peer: arrived.opening.peer,
@@ -73,6 +78,10 @@ impl Site {
             Ok(false) => Ok("its transfer had ended; cleaned up".into()),
             Err(e) => {
                 if arrived.part().exists() {
+                    // Another node may have delivered it a moment ago.
+                    if self.images.by_name(name).is_some_and(|e| stays(&e)) {
+                        return self.give_up_name(arrived, OUTDATED);
+                    }
                     self.keep_as_source(arrived);
                 }
                 Err(e)
@@ -80,11 +89,13 @@ impl Site {
         }
     }
 
-    /// Whether a newer image has the name. Of two delivered in the same second, the one begun later is newer.
-    fn is_outdated(&self, arrived: &Arrived) -> bool {
+    /// Whether the image that has the name is newer. Of two delivered in the same second, the one begun later is newer. Clocks of
+    /// nodes differ: among them an image is only older if it was begun earlier, too, by the catalog's numbers. Nobody was told that
+    /// what is given up for it had arrived.
+    fn is_outdated(&self, arrived: &Arrived, entered: &ImageRecord) -> bool {
         let mine = (arrived.closing.added_unix, arrived.opening.image);
-        let entered = self.images.by_name(&arrived.opening.offer.name);
-        entered.is_some_and(|e| (e.added_unix, e.id.0) > mine)
+        let its = (entered.added_unix, entered.id.0);
+        its > mine || (self.config.shared.is_some() && its.1 > mine.1)
     }
 
     /// Turns a complete file into a stopped transfer: it can be resumed or removed, and it expires.
@@ -94,7 +105,7 @@ impl Site {
         self.keep_as_source(arrived);
         reopen_closed(&arrived.dir, &self.config.disk)?;
         let id = ImageId(arrived.opening.image);
-        let _ = std::fs::remove_file(self.images.map_path(id));
+        self.remove_map(id);
         Ok(format!(
             "is whole, but not delivered: {why}; `drover transfers rm {name}` removes it"
         ))

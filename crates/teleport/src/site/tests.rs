@@ -1,6 +1,7 @@
 //! A site that stopped at any point of a delivery recovers when it opens again.
 
 mod names;
+mod nodes;
 mod owners;
 
 use std::collections::HashMap;

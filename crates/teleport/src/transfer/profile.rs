@@ -9,7 +9,7 @@ use drover_store::profile::{Profile, ProfileError};
 use crate::TeleportError;
 
 /// The file's name.
-const PROFILE: &str = "profile";
+pub(crate) const PROFILE: &str = "profile";
 
 /// Keeps what came with the image that is received in `dir`; without one, an earlier one goes.
 ///
