@@ -18,7 +18,7 @@ use drover_teleport::FENCED;
 use crate::error::{Context, Error, Result};
 use crate::home::Home;
 use crate::mounts::leased_on_disk;
-use crate::node::{DIRECTORY_FILE, Node, Setting, clock, directory_of, fence};
+use crate::node::{DIRECTORY_FILE, Node, Place, Setting, clock, directory_of, fence};
 
 /// How long a node that starts waits for the term of another of its name to end, beyond what that has left.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -72,7 +72,12 @@ pub fn join(home: &Home) -> Result<Option<Arc<Node>>> {
         version: env!("CARGO_PKG_VERSION").into(),
         term: site.config.term(),
     };
-    let asked = enter(&nodes, &joining, &bases)?;
+    let shared = Place {
+        images: &images,
+        directory: &directory,
+        bases: &bases,
+    };
+    let asked = enter(&nodes, &joining, &shared)?;
     bring_along(&site, &nodes, &joining, &former)?;
     note(&site, std::slice::from_ref(&token))?;
     let its = site.apart();
@@ -156,7 +161,7 @@ fn place(site: &Home) -> Result<String> {
 }
 
 /// Enters the node in the table; returns when that was asked for, by [`clock`].
-fn enter(nodes: &Nodes, joining: &Joining, bases: &dyn Fn() -> Vec<PathBuf>) -> Result<Duration> {
+fn enter(nodes: &Nodes, joining: &Joining, shared: &Place<'_>) -> Result<Duration> {
     let mut until = None;
     loop {
         let asked = clock();
@@ -168,7 +173,7 @@ fn enter(nodes: &Nodes, joining: &Joining, bases: &dyn Fn() -> Vec<PathBuf>) -> 
             let left = left.iter().find(|node| node.name == joining.name);
             let left = left.map_or(0, |node| node.left_ms.max(0));
             crate::notice::notice(&format!(
-                "waiting for the node {} that was started elsewhere: its term ends in {} s, unless it is running",
+                "waiting for the term of the node {} as it was started before, or elsewhere: it ends in {} s, unless that node is running",
                 joining.name,
                 left / 1000
             ));
@@ -180,26 +185,27 @@ fn enter(nodes: &Nodes, joining: &Joining, bases: &dyn Fn() -> Vec<PathBuf>) -> 
                 joining.name
             )));
         }
-        fence(nodes, bases)?;
+        fence(nodes, shared)?;
         std::thread::sleep(LOOK_EVERY);
     }
 }
 
 /// The directories of the work directories of all nodes, of all domains.
-fn bases(site: &Home) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = match site.all_domains() {
-        Ok(homes) => homes.iter().map(Home::work_base).collect(),
-        Err(_) => vec![site.work_base()],
-    };
+fn bases(site: &Home) -> io::Result<Vec<PathBuf>> {
+    let homes = site.all_domains().map_err(io::Error::other)?;
+    let mut all: Vec<PathBuf> = homes.iter().map(Home::work_base).collect();
     // Domains that only other nodes have.
-    let domains = fs::read_dir(site.images_dir().join(".drover-domains"));
-    for entry in domains.into_iter().flatten().flatten() {
-        let base = entry.path().join(".drover-work");
+    let domains = match fs::read_dir(site.images_dir().join(".drover-domains")) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(all),
+        domains => domains?,
+    };
+    for entry in domains {
+        let base = entry?.path().join(".drover-work");
         if !all.contains(&base) {
             all.push(base);
         }
     }
-    all
+    Ok(all)
 }
 
 /// Writes the tokens of a home's starts, the latest first.
@@ -327,7 +333,8 @@ pub fn nodes(home: &Home) -> Result<Nodes> {
 /// When there is none of that name, or it runs; when its files cannot be removed.
 pub fn remove_node(home: &Home, name: &str) -> Result<()> {
     let token = nodes(home)?.remove(name)?;
-    for base in bases(home) {
+    let bases = bases(home).context("cannot list the domains of the site")?;
+    for base in bases {
         for dir in [base.join(&token), base.join(format!("{token}.{FENCED}"))] {
             match fs::remove_dir_all(&dir) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {

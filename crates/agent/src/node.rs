@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -22,6 +23,12 @@ pub const DIRECTORY_FILE: &str = ".drover-site";
 
 /// How long an image that is not mounted any more is kept for the mounts of this node.
 const MOUNT_KEPT: Duration = Duration::from_secs(120);
+
+/// Upper bound on the images that are freed in one go: each is a call of the database, and the term must be renewed.
+const MAX_FREED: usize = 16;
+
+/// Lists the directories of the work directories of all nodes, of all domains.
+pub type Bases = dyn Fn() -> io::Result<Vec<PathBuf>> + Send + Sync;
 
 /// Whether an image of a domain is idle.
 pub type IsIdle = dyn Fn(&str, &ImageName) -> bool + Send + Sync;
@@ -42,7 +49,7 @@ pub struct Setting {
     /// What that directory says that it is.
     pub directory: String,
     /// The directories of the work directories of all nodes, of all domains.
-    pub bases: Box<dyn Fn() -> Vec<PathBuf> + Send + Sync>,
+    pub bases: Box<Bases>,
     /// Whether an image of a domain has neither mounts nor changes at this node.
     pub is_idle: Box<IsIdle>,
 }
@@ -68,6 +75,8 @@ pub struct Node {
 /// An image that is mounted, or has been.
 #[derive(Debug, Clone, Copy)]
 struct Mounted {
+    /// Whether the other nodes know that it is mounted, and that it is written. If that is not known here, they are asked.
+    noted: bool,
     writes: bool,
     /// Mounts that have connections.
     connected: usize,
@@ -78,6 +87,7 @@ struct Mounted {
 impl Mounted {
     fn new(writes: bool) -> Mounted {
         Mounted {
+            noted: true,
             writes,
             connected: 0,
             since: Instant::now(),
@@ -118,7 +128,8 @@ impl Node {
         let mut mounted = HashMap::new();
         for (domain, image) in nodes.mounts_at(&setting.token)? {
             if let Ok(name) = ImageName::new(image) {
-                mounted.insert((domain, name), Mounted::new(true));
+                // Whether it was written as well is asked for when it is.
+                mounted.insert((domain, name), Mounted::new(false));
             }
         }
         let node = Arc::new(Node {
@@ -207,7 +218,7 @@ impl Node {
         let mut mounted = self.mounted.lock();
         let at = (domain.to_owned(), name.clone());
         let known = mounted.get(&at).copied();
-        if known.is_none_or(|known| writes && !known.writes) {
+        if known.is_none_or(|known| !known.noted || writes && !known.writes) {
             if known.is_none() && self.drains.load(Ordering::Relaxed) {
                 let text = format!("the node {} takes no mounts now: it drains", self.name());
                 return Err(Refusal::new(Code::Unavailable, text));
@@ -218,6 +229,7 @@ impl Node {
             noted.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
         }
         let mounted = mounted.entry(at).or_insert_with(|| Mounted::new(writes));
+        mounted.noted = true;
         mounted.writes |= writes;
         mounted.since = Instant::now();
         Ok(())
@@ -241,34 +253,35 @@ impl Node {
             let mounted = self.mounted.lock();
             let old = mounted.iter();
             let old = old.filter(|(_, mounted)| mounted.is_old());
-            old.map(|(at, _)| at.clone()).collect()
+            old.map(|(at, _)| at.clone()).take(MAX_FREED).collect()
         };
         for at in old {
             if !(self.setting.is_idle)(&at.0, &at.1) {
                 continue;
             }
             let mut mounted = self.mounted.lock();
-            if mounted.get(&at).is_some_and(Mounted::is_old)
-                && self
-                    .nodes
-                    .unmount(self.token(), &at.0, at.1.as_str())
-                    .is_ok()
-            {
+            let Some(old) = mounted.get_mut(&at).filter(|mounted| mounted.is_old()) else {
+                continue;
+            };
+            // It may have been freed even if the answer is lost.
+            (old.noted, old.writes) = (false, false);
+            let freed = self.nodes.unmount(self.token(), &at.0, at.1.as_str());
+            if freed.is_ok() {
                 mounted.remove(&at);
             }
         }
     }
 
-    /// Asks for the term to be prolonged.
-    fn renew(&self) {
+    /// Asks for the term to be prolonged; false without the directory of images.
+    fn renew(&self) -> bool {
         let asked = clock();
         // A disk that does not answer is no reason to keep the term.
-        if directory_of(&self.setting.images).as_ref() != Some(&self.setting.directory) {
+        if !self.setting.has_directory() {
             tracing::error!(
                 "the directory of images {} is another one now: is its file system mounted?",
                 self.setting.images.display()
             );
-            return;
+            return false;
         }
         match self.nodes.renew(self.token()) {
             Ok(Some(state)) => {
@@ -281,11 +294,12 @@ impl Node {
             Ok(None) => self.term.lock().lose(),
             Err(e) => tracing::debug!("the term is not prolonged: {e}"),
         }
+        true
     }
 
     /// Takes over from nodes whose terms are over.
     fn take_over(&self) {
-        match fence(&self.nodes, &self.setting.bases) {
+        match fence(&self.nodes, &self.setting.place()) {
             Ok(gone) if gone.is_empty() => {}
             Ok(gone) => {
                 let gone = gone.join(", ");
@@ -322,11 +336,11 @@ fn care(node: &Weak<Node>, every: Duration) {
                 return;
             }
         }
-        node.renew();
+        let is_there = node.renew();
         if node.is_lost() {
             return;
         }
-        if !node.holds() {
+        if !is_there || !node.holds() {
             continue;
         }
         node.pay();
@@ -338,22 +352,62 @@ fn care(node: &Weak<Node>, every: Duration) {
     }
 }
 
+/// A directory of images that nodes share.
+pub struct Place<'a> {
+    /// Its path.
+    pub images: &'a Path,
+    /// What it says that it is.
+    pub directory: &'a str,
+    /// See [`Setting::bases`].
+    pub bases: &'a Bases,
+}
+
+impl Place<'_> {
+    /// Fails if another directory is there, as when its file system is not mounted.
+    fn check(&self) -> Result<(), CatalogError> {
+        match directory_of(self.images).as_deref() == Some(self.directory) {
+            true => Ok(()),
+            false => Err(CatalogError::file("find the site in", self.images)(
+                io::ErrorKind::NotFound.into(),
+            )),
+        }
+    }
+}
+
+impl Setting {
+    fn place(&self) -> Place<'_> {
+        Place {
+            images: &self.images,
+            directory: &self.directory,
+            bases: &self.bases,
+        }
+    }
+
+    fn has_directory(&self) -> bool {
+        self.place().check().is_ok()
+    }
+}
+
 /// Takes the directories of nodes away whose terms are over; returns their names.
 ///
 /// # Errors
-/// When the database is away; the next call goes on.
-pub fn fence(nodes: &Nodes, bases: &dyn Fn() -> Vec<PathBuf>) -> Result<Vec<String>, CatalogError> {
+/// When the database is away, or the directory of images; the next call goes on.
+pub fn fence(nodes: &Nodes, place: &Place<'_>) -> Result<Vec<String>, CatalogError> {
     let mut gone = Vec::new();
     for (name, token) in nodes.fence()? {
-        for base in bases() {
+        // A directory that is not there says that a node has none only if the file system is there, before and after.
+        place.check()?;
+        let bases = (place.bases)().map_err(CatalogError::file("list", place.images))?;
+        for base in bases {
             let dir = base.join(&token);
             match fs::rename(&dir, dir.with_extension(FENCED)) {
                 Ok(()) => drover_storage::sync_parent(&dir)
                     .map_err(CatalogError::file("sync the directory of", &dir))?,
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(CatalogError::file("rename", &dir)(e)),
             }
         }
+        place.check()?;
         nodes.fenced(&token)?;
         gone.push(name);
     }
@@ -362,7 +416,9 @@ pub fn fence(nodes: &Nodes, bases: &dyn Fn() -> Vec<PathBuf>) -> Result<Vec<Stri
 
 /// What a directory of images says that it is.
 pub fn directory_of(images: &Path) -> Option<String> {
-    let text = fs::read_to_string(images.join(DIRECTORY_FILE)).ok()?;
+    let file = File::open(images.join(DIRECTORY_FILE)).ok()?;
+    let mut text = String::new();
+    file.take(64).read_to_string(&mut text).ok()?;
     let text = text.trim();
     let is_id = text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
     is_id.then(|| text.to_owned())
@@ -383,7 +439,7 @@ impl Among {
         let not_now = |why: String| NotHeld::Refused(Refusal::new(Code::Unavailable, why));
         if !self.node.holds() {
             return Err(not_now(
-                "the term of this node is over, since the database does not answer".into(),
+                "this node has no term now: the database does not answer, or the directory of images is not there".into(),
             ));
         }
         let mut owed = self.node.owed.lock();
@@ -391,7 +447,12 @@ impl Among {
             .node
             .nodes
             .hold(self.node.token(), self.at(name, what), key, goes);
-        match held.map_err(|e| not_now(e.to_string()))? {
+        let held = held.map_err(|e| {
+            // It may be held even if the answer is lost.
+            owed.push((self.domain.clone(), name.clone(), what));
+            not_now(e.to_string())
+        })?;
+        match held {
             Holding::Yes => {
                 owed.retain(|(d, n, w)| (d, n, *w) != (&self.domain, name, what));
                 Ok(())

@@ -37,10 +37,11 @@ impl Route {
         let known = self.way.lock().await.to;
         if let Some(known) = known {
             let only = [known.to_string()];
-            if let Ok((_, connection)) =
-                connect_first(&only, identity, expected, options, None).await
-            {
-                return Ok(connection);
+            let is_only = matches!(addresses, [one] if one.as_ref() == only[0]);
+            match connect_first(&only, identity, expected, options, None).await {
+                Ok((_, connection)) => return Ok(connection),
+                Err(e) if is_only => return Err(e),
+                Err(_) => {}
             }
         }
         // Whoever comes meanwhile waits, and takes the same way.

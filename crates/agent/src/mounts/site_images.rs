@@ -318,6 +318,10 @@ impl Images for SiteImages {
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        // Other nodes are not told of names that there are not.
+        if self.home.node().is_some() && !self.is_arriving(name) {
+            self.record(name)?;
+        }
         self.note_mount(name, false)?;
         let record = match self.record(name) {
             Err(refusal) if refusal.code == Code::NotFound => {

@@ -426,7 +426,7 @@ impl Table {
         let mut others = others.filter(|((d, i, n), _)| d == domain && i == image && *n != own);
         if let Some(((_, _, node), _)) = others.find(|(_, other)| writes || **other) {
             return Err(format!(
-                "{image} is mounted at the node {node}, or has changes there: connect to that one"
+                "{image} is mounted at the node {node}, or has changes there: mount it at the address of that node"
             ));
         }
         let at = (domain.to_owned(), image.to_owned(), Use::Change);
