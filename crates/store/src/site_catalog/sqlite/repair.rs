@@ -16,7 +16,7 @@ use crate::site_catalog::seal::Seal;
 use crate::site_catalog::table::{Row, RowError};
 
 /// Lock that shows that this process has the database open: shared for users, exclusive for replacing the file.
-pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
+pub struct Users(File);
 
 impl Users {
     /// Registers this process as a user of the database at `path`.
@@ -29,6 +29,13 @@ impl Users {
         let locked = CatalogError::file("lock", &users_path);
         users.lock_shared().map_err(locked)?;
         Ok(Users(users))
+    }
+}
+
+impl Drop for Users {
+    fn drop(&mut self) {
+        // A child that was just forked may have the file open too, and would keep the lock.
+        let _ = self.0.unlock();
     }
 }
 
