@@ -209,6 +209,7 @@ impl Bench<'_> {
         let disk = dir.join(NAME);
         copy(&self.image, &disk)?;
         let (socket, home) = (dir.join("s"), dir.join("home"));
+        told(Command::new(&self.drover).arg("init"), &home)?;
         let mut export = Command::new(&self.drover);
         export
             .arg("export")
