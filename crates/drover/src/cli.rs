@@ -50,8 +50,8 @@ pub use values::Format;
 pub use values::ImageAt;
 use values::image_name;
 pub use vault::{
-    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultInitArgs,
-    VaultKeyAction, VaultKeyArgs, VaultOption,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
+    VaultInitArgs, VaultKeyAction, VaultKeyArgs,
 };
 
 /// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.

@@ -78,8 +78,8 @@ fn main() -> ExitCode {
         Command::Evacuate(args) => args.json,
         Command::Move(args) => args.json,
         Command::Replicate(args) => args.json,
-        Command::Snapshot(args) => args.json,
-        Command::Restore(args) => args.json,
+        Command::Snapshot(args) => args.of.json,
+        Command::Restore(args) => args.of.json,
         _ => false,
     };
     match run(cli) {

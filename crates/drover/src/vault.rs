@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 
 use crate::bar::Bar;
 use crate::cli::{
-    ForgetArgs, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultInitArgs,
-    VaultKeyAction, VaultKeyArgs, VaultOption,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
+    VaultInitArgs, VaultKeyAction, VaultKeyArgs,
 };
 use crate::failure::usage;
 use crate::{out, prompt};
@@ -26,9 +26,9 @@ const SAMPLE: u32 = 16;
 /// How often progress is printed as JSON.
 const EVERY: Duration = Duration::from_secs(1);
 
-fn open(home: Option<&Path>, of: &VaultOption) -> Result<Vault> {
+fn open(home: Option<&Path>, of: &OfVault) -> Result<Vault> {
     let existing = || Home::existing(Home::locate(home)?);
-    let known = vaults::find(&of.chosen(), Home::locate(home), existing)?;
+    let known = vaults::find(&of.vault.chosen(), Home::locate(home), existing)?;
     let ask = || passphrase(&format!("passphrase of {}", known.location));
     let vault = known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?;
     if let Ok(home) = existing() {
@@ -68,14 +68,11 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
         VaultAction::Init(args) => init(home, args),
         VaultAction::Key(args) => key(home, args),
         VaultAction::Forget(args) => forget(&open(home, &args.of)?, &args),
-        VaultAction::Compact {
-            grace,
-            limit,
-            json,
-            of,
-        } => compact(&open(home, &of)?, grace, limit, json),
-        VaultAction::Check { full, json, of } => check(&open(home, &of)?, full, json),
-        VaultAction::Stats { json, of } => stats(&open(home, &of)?, json),
+        VaultAction::Compact { grace, limit, of } => {
+            compact(&open(home, &of)?, grace, limit, of.json)
+        }
+        VaultAction::Check { full, of } => check(&open(home, &of)?, full, of.json),
+        VaultAction::Stats { of } => stats(&open(home, &of)?, of.json),
     }
 }
 
@@ -111,7 +108,6 @@ fn key(home: Option<&Path>, args: VaultKeyArgs) -> Result<()> {
         VaultKeyAction::Add {
             new_key_file,
             label,
-            json,
             of,
         } => {
             let vault = open(home, &of)?;
@@ -119,22 +115,22 @@ fn key(home: Option<&Path>, args: VaultKeyArgs) -> Result<()> {
             vault.keys().map_err(Error::from)?;
             let secret = new_secret(new_key_file.as_deref())?;
             let id = vault.add_key(&secret, &label).map_err(Error::from)?;
-            match json {
+            match of.json {
                 true => out::json(&json!({"key": id.to_string(), "label": label})),
                 false => out::line(&format!("added the key {id}")),
             }
         }
-        VaultKeyAction::Remove { key, json, of } => {
+        VaultKeyAction::Remove { key, of } => {
             let vault = open(home, &of)?;
             vault.remove_key(key).map_err(Error::from)?;
-            match json {
+            match of.json {
                 true => out::json(&json!({"key": key.to_string(), "removed": true})),
                 false => out::line(&format!("removed the key {key}")),
             }
         }
-        VaultKeyAction::List { json, of } => {
+        VaultKeyAction::List { of } => {
             let keys = open(home, &of)?.keys().map_err(Error::from)?;
-            if json {
+            if of.json {
                 return keys.iter().try_for_each(|key| {
                     out::json(&json!({
                         "key": key.id.to_string(), "label": key.label, "created_unix": key.created,
@@ -211,7 +207,7 @@ pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
         }
     };
     let image = std::path::absolute(&args.image)?;
-    let mut progress = Progress::new(machine.as_str(), args.json);
+    let mut progress = Progress::new(machine.as_str(), args.of.json);
     let made = vault.backup(&image, &machine, &vaults::host(), &mut |p| {
         progress.at(
             p.done_bytes,
@@ -228,7 +224,7 @@ pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
         id: made.id,
         record: made.record,
     };
-    if args.json {
+    if args.of.json {
         let mut event = json_of(&entry);
         event["event"] = "snapshot".into();
         return out::json(&event);
@@ -256,7 +252,7 @@ pub fn snapshots(home: Option<&Path>, args: &SnapshotsArgs) -> Result<()> {
             clean(&id.to_string())
         ));
     }
-    if args.json {
+    if args.of.json {
         return entries
             .iter()
             .try_for_each(|entry| out::json(&json_of(entry)));
@@ -300,7 +296,7 @@ pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
         prompt::confirm(&question, args.yes)?;
     }
     let snapshot = vault.open_snapshot(&entry.id).map_err(Error::from)?;
-    let mut progress = Progress::new(&entry.id.to_string(), args.json);
+    let mut progress = Progress::new(&entry.id.to_string(), args.of.json);
     let restored = vault.restore(&snapshot, &args.file, &mut |p| {
         progress.at(
             p.done_bytes,
@@ -310,7 +306,7 @@ pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
     });
     progress.bar.clear();
     let restored = restored.map_err(Error::from)?;
-    if args.json {
+    if args.of.json {
         return out::json(&json!({
             "event": "restored", "snapshot": entry.id.to_string(), "file": args.file,
             "file_bytes": restored.file_bytes, "written_bytes": restored.written_bytes, "in_place": restored.in_place,
@@ -386,7 +382,7 @@ fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
     vault.check_free(&ids).map_err(Error::from)?;
     let freed = vault.would_free(&ids).map_err(Error::from)?;
     if !args.dry_run && !ids.is_empty() {
-        if !args.json {
+        if !args.of.json {
             for id in &ids {
                 out::note(&clean(&id.to_string()));
             }
@@ -395,7 +391,7 @@ fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
         prompt::confirm(&question, args.yes)?;
         vault.forget(&ids).map_err(Error::from)?;
     }
-    if args.json {
+    if args.of.json {
         for id in &ids {
             out::json(
                 &json!({"event": "forgotten", "snapshot": id.to_string(), "dry_run": args.dry_run}),

@@ -1,4 +1,6 @@
-//! A store in memory whose operations can be made to fail, to stop, or to be interrupted by others.
+//! A store in memory whose operations can be made to fail, to stop, or to be interrupted by others; and a real S3 server.
+
+mod server;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,6 +12,8 @@ use parking_lot::Mutex;
 
 use crate::error::StoreError;
 use crate::objects::{Listed, Objects};
+
+pub use server::S3Server;
 
 /// What an operation does instead of succeeding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,15 +4,18 @@ mod concurrent;
 mod crash;
 mod encrypted;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use drover_core::{BLOCK_SIZE, ReadAt};
 
 use crate::testing::MemoryObjects;
 use crate::{
-    Backup, Checking, Keep, Machine, Reference, Result, SessionId, SnapshotFile, Vault, VaultError,
+    Backup, Checking, Keep, Listed, Machine, Objects, Reference, Result, SessionId, SnapshotFile,
+    StoreError, Vault, VaultError,
 };
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -62,6 +65,49 @@ impl Setting {
         let path = self.image(name, content);
         self.vault()
             .backup_at(&path, &machine(name), "host", time, &mut |_| {})
+    }
+}
+
+/// A store that does not do what it should.
+enum Odd {
+    /// What is below this prefix is listed, but not given.
+    Hides(&'static str, MemoryObjects),
+    /// What exists is written over.
+    Overwrites(MemoryObjects),
+}
+
+impl Odd {
+    fn inner(&self) -> &MemoryObjects {
+        match self {
+            Odd::Hides(_, inner) | Odd::Overwrites(inner) => inner,
+        }
+    }
+}
+
+impl Objects for Odd {
+    fn create(&self, key: &str, bytes: Bytes) -> Result<bool, StoreError> {
+        if let Odd::Overwrites(inner) = self {
+            inner.remove(key)?;
+        }
+        self.inner().create(key, bytes)
+    }
+    fn get(&self, key: &str) -> Result<Option<Bytes>, StoreError> {
+        match self {
+            Odd::Hides(prefix, _) if key.starts_with(prefix) => Ok(None),
+            _ => self.inner().get(key),
+        }
+    }
+    fn get_range(&self, key: &str, range: Range<u64>) -> Result<Option<Bytes>, StoreError> {
+        self.inner().get_range(key, range)
+    }
+    fn list(&self, prefix: &str) -> Result<Vec<Listed>, StoreError> {
+        self.inner().list(prefix)
+    }
+    fn remove(&self, key: &str) -> Result<(), StoreError> {
+        self.inner().remove(key)
+    }
+    fn describe(&self) -> String {
+        "odd".into()
     }
 }
 
@@ -369,39 +415,11 @@ fn without_its_uses_a_snapshot_stops_deletion() {
 /// A store that lists what it does not give: what a snapshot needs is not taken for garbage.
 #[test]
 fn uses_that_are_listed_and_not_given_stop_deletion() {
-    struct Forgetful(MemoryObjects);
-    impl crate::Objects for Forgetful {
-        fn create(&self, key: &str, bytes: bytes::Bytes) -> Result<bool, crate::StoreError> {
-            self.0.create(key, bytes)
-        }
-        fn get(&self, key: &str) -> Result<Option<bytes::Bytes>, crate::StoreError> {
-            match key.starts_with("uses/") {
-                true => Ok(None),
-                false => self.0.get(key),
-            }
-        }
-        fn get_range(
-            &self,
-            key: &str,
-            range: std::ops::Range<u64>,
-        ) -> Result<Option<bytes::Bytes>, crate::StoreError> {
-            self.0.get_range(key, range)
-        }
-        fn list(&self, prefix: &str) -> Result<Vec<crate::Listed>, crate::StoreError> {
-            self.0.list(prefix)
-        }
-        fn remove(&self, key: &str) -> Result<(), crate::StoreError> {
-            self.0.remove(key)
-        }
-        fn describe(&self) -> String {
-            "forgetful".into()
-        }
-    }
     let setting = Setting::new();
     let wanted = disk(&[1, 2, 3]);
     let made = setting.backup("web", &wanted, 100).unwrap();
     setting.objects.advance(DAY * 30);
-    let forgetful = Vault::open_on(Arc::new(Forgetful(setting.objects.clone()))).unwrap();
+    let forgetful = Vault::open_on(Arc::new(Odd::Hides("uses/", setting.objects.clone()))).unwrap();
     let error = forgetful.collect(Duration::ZERO, &mut |_| {}).unwrap_err();
     assert!(matches!(error, VaultError::Missing { .. }), "{error}");
     assert!(forgetful.forget(std::slice::from_ref(&made.id)).is_err());
@@ -434,33 +452,7 @@ fn a_snapshot_that_is_held_since_the_first_look_is_not_forgotten() {
 
 #[test]
 fn a_store_that_overwrites_is_refused() {
-    struct Careless(MemoryObjects);
-    impl crate::Objects for Careless {
-        fn create(&self, key: &str, bytes: bytes::Bytes) -> Result<bool, crate::StoreError> {
-            self.0.remove(key)?;
-            self.0.create(key, bytes)
-        }
-        fn get(&self, key: &str) -> Result<Option<bytes::Bytes>, crate::StoreError> {
-            self.0.get(key)
-        }
-        fn get_range(
-            &self,
-            key: &str,
-            range: std::ops::Range<u64>,
-        ) -> Result<Option<bytes::Bytes>, crate::StoreError> {
-            self.0.get_range(key, range)
-        }
-        fn list(&self, prefix: &str) -> Result<Vec<crate::Listed>, crate::StoreError> {
-            self.0.list(prefix)
-        }
-        fn remove(&self, key: &str) -> Result<(), crate::StoreError> {
-            self.0.remove(key)
-        }
-        fn describe(&self) -> String {
-            "careless".into()
-        }
-    }
-    let refused = Vault::create_on(Arc::new(Careless(MemoryObjects::default())));
+    let refused = Vault::create_on(Arc::new(Odd::Overwrites(MemoryObjects::default())));
     assert!(matches!(refused, Err(VaultError::Unconditional(_))));
 }
 

@@ -30,6 +30,16 @@ impl VaultOption {
     }
 }
 
+/// Which vault, and how results are printed.
+#[derive(Debug, Clone, Default, Args)]
+pub struct OfVault {
+    #[command(flatten)]
+    pub vault: VaultOption,
+    /// Print JSON, one object per line: progress events if there are any, then the result
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Create a vault, a deduplicated store of snapshots; show and verify it, delete snapshots
 ///
 /// A vault is a directory, or in an object store (`drover vault init --help`). It stores every block of 4 KiB once, whatever machine and snapshot it is of, compressed. Several commands, also of several
@@ -70,11 +80,8 @@ Examples:
         /// Maximum rate at which containers are rewritten, in bytes per second, such as 50M [default: unlimited]
         #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
         limit: Option<u64>,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
     /// Verify a vault
     ///
@@ -88,11 +95,8 @@ Examples:
         /// Read and verify every block
         #[arg(long)]
         full: bool,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
     /// Show how much a vault holds, and how much space that takes
     #[command(after_help = "\
@@ -100,11 +104,8 @@ Examples:
   drover vault stats
   drover vault stats --json")]
     Stats {
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
 }
 
@@ -176,11 +177,8 @@ Examples:
             hide_default_value = true
         )]
         label: String,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
     /// Remove a passphrase or key file; not the one that opens the vault for it, nor the last one
     #[command(after_help = "\
@@ -191,11 +189,8 @@ Examples:
         /// The key, as in `drover vault key list`
         #[arg(value_name = "KEY", value_parser = key)]
         key: SessionId,
-        /// Print one JSON object
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
     /// List the keys, and which one has opened the vault
     #[command(after_help = "\
@@ -203,11 +198,8 @@ Examples:
   drover vault key list
   drover vault key list --json")]
     List {
-        /// Print one JSON object per line
-        #[arg(long)]
-        json: bool,
         #[command(flatten)]
-        of: VaultOption,
+        of: OfVault,
     },
 }
 
@@ -244,11 +236,8 @@ pub struct ForgetArgs {
     /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,
-    /// Print one JSON object for each snapshot, then one for the result
-    #[arg(long)]
-    pub json: bool,
     #[command(flatten)]
-    pub of: VaultOption,
+    pub of: OfVault,
 }
 
 /// Make a snapshot of an image file in a vault
@@ -268,11 +257,8 @@ pub struct SnapshotArgs {
     /// Name of the machine in the vault [default: the name of the file, without its extension]
     #[arg(long = "as", value_name = "NAME", value_parser = machine)]
     pub name: Option<Machine>,
-    /// Print one JSON object per line: progress events, then the result
-    #[arg(long)]
-    pub json: bool,
     #[command(flatten)]
-    pub of: VaultOption,
+    pub of: OfVault,
 }
 
 /// List snapshots
@@ -287,11 +273,8 @@ pub struct SnapshotsArgs {
     /// Name of a machine [default: all]
     #[arg(value_name = "NAME", value_parser = machine)]
     pub name: Option<Machine>,
-    /// Print one JSON object per line
-    #[arg(long)]
-    pub json: bool,
     #[command(flatten)]
-    pub of: VaultOption,
+    pub of: OfVault,
 }
 
 /// Write a snapshot to a file, byte for byte as it was
@@ -313,11 +296,8 @@ pub struct RestoreArgs {
     /// Overwrite an existing file without asking
     #[arg(short, long)]
     pub yes: bool,
-    /// Print one JSON object per line: progress events, then the result
-    #[arg(long)]
-    pub json: bool,
     #[command(flatten)]
-    pub of: VaultOption,
+    pub of: OfVault,
 }
 
 fn key(text: &str) -> Result<SessionId, String> {

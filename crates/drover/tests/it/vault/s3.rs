@@ -1,56 +1,18 @@
 //! A vault in an object store: a real S3 server.
 
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
+use drover_vault::testing::S3Server;
 
 use super::*;
 use crate::mount::clear_all;
 use crate::mount::client::Client;
-use crate::world::{Ran, until};
+use crate::world::Ran;
 
-/// The server, with a bucket `vaults`; it ends with this.
-struct Store {
-    child: Child,
-    port: u16,
-}
+/// The server; it ends with this.
+struct Store(S3Server);
 
 impl Store {
     fn start(world: &World) -> Option<Store> {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let mut dirs: Vec<_> = std::env::split_paths(&path).collect();
-        dirs.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join("go/bin")));
-        let program = dirs.into_iter().map(|dir| dir.join("versitygw"));
-        let Some(program) = program.into_iter().find(|program| program.is_file()) else {
-            println!(
-                "SKIP vaults in an object store: no versitygw here (scripts/install-deps test)"
-            );
-            return None;
-        };
-        fs::create_dir_all(world.path("store/vaults")).unwrap();
-        // Another process may take the port before the server does.
-        loop {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let port = listener.local_addr().unwrap().port();
-            drop(listener);
-            let mut child = Command::new(&program)
-                .args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"])
-                .arg(world.path("store"))
-                .env("ROOT_ACCESS_KEY", "test")
-                .env("ROOT_SECRET_KEY", "testsecret")
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap();
-            let mut is_up = false;
-            until("the server listens, or ends", || {
-                is_up = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok();
-                is_up || child.try_wait().unwrap().is_some()
-            });
-            if is_up {
-                return Some(Store { child, port });
-            }
-        }
+        S3Server::start(&world.path("store")).map(Store)
     }
 
     fn run(&self, world: &World, args: &[&str]) -> Ran {
@@ -58,7 +20,7 @@ impl Store {
             .drover("h", args)
             .env(
                 "AWS_ENDPOINT_URL",
-                format!("http://127.0.0.1:{}", self.port),
+                format!("http://127.0.0.1:{}", self.0.port()),
             )
             .env("AWS_ALLOW_HTTP", "true")
             .env("AWS_ACCESS_KEY_ID", "test")
@@ -67,13 +29,6 @@ impl Store {
             .output()
             .unwrap();
         Ran::of("h", args, output)
-    }
-}
-
-impl Drop for Store {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use crate::testing::S3Server;
 
 /// What becomes of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,48 +37,18 @@ type Choose = dyn Fn(u64, &str, &str) -> Option<Fault> + Send + Sync;
 
 /// The server, with a bucket `vaults`; it ends with this.
 pub struct Server {
-    child: Child,
-    port: u16,
+    inner: S3Server,
     _dir: tempfile::TempDir,
 }
 
 impl Server {
-    /// None, said loudly, if there is no server on this host. The environment of this process is set for it.
+    /// None, said loudly, if there is no server on this host.
     pub fn start() -> Option<Server> {
-        let program = program()?;
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir(dir.path().join("vaults")).unwrap();
-        // Another process may take the port before the server does.
-        for _ in 0..10 {
-            let port = free_port();
-            let mut child = Command::new(&program)
-                .args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"])
-                .arg(dir.path())
-                .env("ROOT_ACCESS_KEY", "test")
-                .env("ROOT_SECRET_KEY", "testsecret")
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap();
-            let began = Instant::now();
-            while began.elapsed() < Duration::from_secs(60) {
-                if child.try_wait().unwrap().is_some() {
-                    break;
-                }
-                if TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok() {
-                    return Some(Server {
-                        child,
-                        port,
-                        _dir: dir,
-                    });
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-        panic!("{} does not start", program.display());
+        Some(Server {
+            inner: S3Server::start(dir.path())?,
+            _dir: dir,
+        })
     }
 
     /// A proxy before the server; its port.
@@ -87,7 +58,7 @@ impl Server {
     ) -> Proxy {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
-        let server = self.port;
+        let server = self.inner.port();
         let ended = Arc::new(AtomicBool::new(false));
         let count = Arc::new(AtomicU64::new(0));
         let choose: Arc<Choose> = Arc::new(choose);
@@ -105,13 +76,6 @@ impl Server {
             }
         });
         Proxy { port, ended, count }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -134,27 +98,6 @@ impl Drop for Proxy {
         self.ended.store(true, Ordering::Relaxed);
         let _ = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
     }
-}
-
-fn program() -> Option<std::path::PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut dirs: Vec<_> = std::env::split_paths(&path).collect();
-    if let Some(home) = std::env::var_os("HOME") {
-        dirs.push(std::path::Path::new(&home).join("go/bin"));
-    }
-    let found = dirs
-        .into_iter()
-        .map(|dir| dir.join("versitygw"))
-        .find(|p| p.is_file());
-    if found.is_none() {
-        println!("SKIP vaults in an object store: no versitygw here (scripts/install-deps test)");
-    }
-    found
-}
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 /// Reads the head of a message, and as much of its body as came with it.

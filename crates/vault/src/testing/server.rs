@@ -1,0 +1,87 @@
+//! A real S3 server, `versitygw`.
+
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long it may take to listen.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Ports that are tried: another process may take one before the server does.
+const MAX_PORTS: usize = 10;
+
+/// The server, with a bucket `vaults`, a user `test` and the password `testsecret`; it ends with this.
+pub struct S3Server {
+    child: Child,
+    port: u16,
+}
+
+impl S3Server {
+    /// A server that keeps its objects below `directory`; none, said loudly, if there is no such program on this host.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start(directory: &Path) -> Option<S3Server> {
+        let program = program()?;
+        std::fs::create_dir_all(directory.join("vaults")).expect("a bucket");
+        for _ in 0..MAX_PORTS {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+            let port = listener.local_addr().expect("an address").port();
+            drop(listener);
+            let child = Command::new(&program)
+                .args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"])
+                .arg(directory)
+                .env("ROOT_ACCESS_KEY", "test")
+                .env("ROOT_SECRET_KEY", "testsecret")
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .expect("versitygw");
+            let mut server = S3Server { child, port };
+            if server.listens() {
+                return Some(server);
+            }
+        }
+        panic!("{} does not start", program.display());
+    }
+
+    fn listens(&mut self) -> bool {
+        let began = Instant::now();
+        while began.elapsed() < PATIENCE && matches!(self.child.try_wait(), Ok(None)) {
+            if TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok() {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        false
+    }
+
+    /// Its port on 127.0.0.1.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Drop for S3Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn program() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut dirs: Vec<_> = std::env::split_paths(&path).collect();
+    dirs.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join("go/bin")));
+    let found = dirs
+        .into_iter()
+        .map(|dir| dir.join("versitygw"))
+        .find(|program| program.is_file());
+    if found.is_none() {
+        println!("SKIP vaults in an object store: no versitygw here (scripts/install-deps test)");
+    }
+    found
+}
