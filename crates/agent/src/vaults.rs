@@ -87,6 +87,7 @@ impl From<VaultError> for Error {
             | VaultError::NotEmpty(_)
             | VaultError::Held { .. }
             | VaultError::Unconditional(_)
+            | VaultError::OtherVault { .. }
             | VaultError::Encrypted(_)
             | VaultError::NotEncrypted(_)
             | VaultError::NoKeys(_)

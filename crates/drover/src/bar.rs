@@ -17,7 +17,13 @@ impl Bar {
 
     /// One that counts files.
     pub fn of_files(label: &str, quiet: bool) -> Bar {
-        Bar::styled(label, "{prefix} {wide_bar} {pos}/{len} files {eta}", quiet)
+        Bar::counting(label, "files", quiet)
+    }
+
+    /// One that counts what is called so.
+    pub fn counting(label: &str, what: &str, quiet: bool) -> Bar {
+        let style = format!("{{prefix}} {{wide_bar}} {{pos}}/{{len}} {what} {{eta}}");
+        Bar::styled(label, &style, quiet)
     }
 
     fn styled(label: &str, style: &str, quiet: bool) -> Bar {

@@ -9,14 +9,15 @@ use drover_agent::home::{Chosen, Home};
 use drover_agent::text::{bytes, clean, count, moment};
 use drover_agent::vaults::{self, Key};
 use drover_vault::{
-    Checking, Entry, Keep, KeyEntry, Machine, Reference, Secret, SnapshotId, Vault,
+    Checking, Entry, Keep, KeyEntry, Location, Machine, Problem, Reference, Secret, SnapshotId,
+    Vault,
 };
 use serde_json::{Value, json};
 
 use crate::bar::Bar;
 use crate::cli::{
     ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
-    VaultInitArgs, VaultKeyAction, VaultKeyArgs,
+    VaultCopyArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs,
 };
 use crate::failure::usage;
 use crate::{out, prompt};
@@ -71,7 +72,8 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
         VaultAction::Compact { grace, limit, of } => {
             compact(&open(home, &of)?, grace, limit, of.json)
         }
-        VaultAction::Check { full, of } => check(&open(home, &of)?, full, of.json),
+        VaultAction::Copy(args) => copy(home, &args),
+        VaultAction::Check { full, from, of, .. } => check(home, full, from, &of),
         VaultAction::Stats { of } => stats(&open(home, &of)?, of.json),
     }
 }
@@ -162,8 +164,12 @@ struct Progress {
 
 impl Progress {
     fn new(label: &str, json: bool) -> Self {
+        Progress::on(Bar::new(label, json), json)
+    }
+
+    fn on(bar: Bar, json: bool) -> Self {
         Progress {
-            bar: Bar::new(label, json),
+            bar,
             json,
             told: Instant::now(),
         }
@@ -171,14 +177,21 @@ impl Progress {
 
     fn at(&mut self, done: u64, total: u64, more: impl FnOnce() -> Value) {
         self.bar.at(done, total);
-        if self.json && self.told.elapsed() >= EVERY {
-            self.told = Instant::now();
+        self.tell(|| {
             let mut event = json!({"event": "progress", "done_bytes": done, "total_bytes": total});
             if let (Value::Object(event), Value::Object(more)) = (&mut event, more()) {
                 event.extend(more);
             }
+            event
+        });
+    }
+
+    /// Prints an event, if that is wanted, and due.
+    fn tell(&mut self, event: impl FnOnce() -> Value) {
+        if self.json && self.told.elapsed() >= EVERY {
+            self.told = Instant::now();
             // A reader that is gone does not stop the work.
-            let _ = out::json(&event);
+            let _ = out::json(&event());
         }
     }
 }
@@ -446,37 +459,101 @@ fn compact(vault: &Vault, grace: Duration, limit: Option<u64>, as_json: bool) ->
     ))
 }
 
-fn check(vault: &Vault, full: bool, as_json: bool) -> Result<()> {
+fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
+    let vault = open(home, &args.of)?;
+    let place = args.to.clone().absolute()?;
+    let to = copy_of(home, &vault, &place, true)?;
+    let mut progress = Progress::on(Bar::counting("copy", "snapshots", args.of.json), args.of.json);
+    let (began, limit) = (Instant::now(), args.limit.filter(|&limit| limit > 0));
+    let copied = vault.copy(&to, &mut |p| {
+        progress.bar.at(p.done_snapshots, p.total_snapshots);
+        progress.tell(|| {
+            json!({
+                "event": "progress", "done_snapshots": p.done_snapshots, "total_snapshots": p.total_snapshots,
+                "containers": p.containers, "moved_bytes": p.moved_bytes,
+            })
+        });
+        if let Some(limit) = limit {
+            let due = Duration::from_secs_f64(p.moved_bytes as f64 / limit as f64);
+            std::thread::sleep(due.saturating_sub(began.elapsed()));
+        }
+    });
+    progress.bar.clear();
+    let copied = copied.map_err(Error::from)?;
+    if args.of.json {
+        out::json(&json!({
+            "event": "copied", "vault": place.to_string(), "snapshots": copied.snapshots, "there": copied.there,
+            "containers": copied.containers, "moved_bytes": copied.moved_bytes,
+            "problems": json_problems(&copied.problems),
+        }))?;
+    } else {
+        problems(&copied.problems, "affected")?;
+        out::line(&format!(
+            "{}: {} copied, {} were there; {} written",
+            clean(&place.to_string()),
+            count(copied.snapshots as usize, "snapshot"),
+            copied.there,
+            bytes(copied.moved_bytes)
+        ))?;
+    }
+    match copied.problems.len() {
+        0 => Ok(()),
+        n => bail!("the vault is damaged: {} not copied", count(n, "snapshot")),
+    }
+}
+
+/// The copy of a vault, which a home remembers to be encrypted.
+fn copy_of(home: Option<&Path>, vault: &Vault, place: &Location, create: bool) -> Result<Vault> {
+    let copy = place.copy_of(vault, create).map_err(Error::from)?;
+    if let Ok(home) = Home::existing(Home::locate(home)?) {
+        vaults::remember(&home, place, &copy)?;
+    }
+    Ok(copy)
+}
+
+fn json_problems(problems: &[Problem]) -> Vec<Value> {
+    let json = |p: &Problem| {
+        let affected: Vec<String> = p.affected.iter().map(ToString::to_string).collect();
+        json!({"problem": p.what, "snapshots": affected})
+    };
+    problems.iter().map(json).collect()
+}
+
+fn problems(problems: &[Problem], said: &str) -> Result<()> {
+    for problem in problems {
+        let names: Vec<String> = problem.affected.iter().map(ToString::to_string).collect();
+        out::line(&format!(
+            "{}; {said}: {}",
+            clean(&problem.what),
+            drover_agent::text::some(&names)
+        ))?;
+    }
+    Ok(())
+}
+
+fn check(home: Option<&Path>, full: bool, from: Option<Location>, of: &OfVault) -> Result<()> {
+    let vault = open(home, of)?;
+    let copy = match from {
+        Some(place) => Some(copy_of(home, &vault, &place.absolute()?, false)?),
+        None => None,
+    };
     let how = match full {
         true => Checking::Full,
         false => Checking::Sample(SAMPLE),
     };
-    let bar = Bar::new("check", as_json);
-    let report = vault.check(how, &mut |done, total| bar.at(done, total));
+    let bar = Bar::new("check", of.json);
+    let report = vault.check_and_repair(how, copy.as_ref(), &mut |done, total| bar.at(done, total));
     bar.clear();
     let report = report.map_err(Error::from)?;
-    let problems: Vec<Value> = report
-        .problems
-        .iter()
-        .map(|p| {
-            let affected: Vec<String> = p.affected.iter().map(ToString::to_string).collect();
-            json!({"problem": p.what, "snapshots": affected})
-        })
-        .collect();
-    if as_json {
+    if of.json {
         out::json(&json!({
             "snapshots": report.snapshots, "containers": report.containers, "read": report.read,
-            "read_bytes": report.read_bytes, "problems": problems,
+            "read_bytes": report.read_bytes, "problems": json_problems(&report.problems),
+            "repaired": json_problems(&report.repaired),
         }))?;
     } else {
-        for problem in &report.problems {
-            let names: Vec<String> = problem.affected.iter().map(ToString::to_string).collect();
-            out::line(&format!(
-                "{}; affected: {}",
-                clean(&problem.what),
-                drover_agent::text::some(&names)
-            ))?;
-        }
+        problems(&report.repaired, "repaired, was of")?;
+        problems(&report.problems, "affected")?;
         out::line(&format!(
             "{} and {} checked, {} read and verified",
             count(report.snapshots as usize, "snapshot"),

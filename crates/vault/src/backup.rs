@@ -13,12 +13,13 @@ use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
 use drover_index::ZERO_BLOCK;
 use jiff::Timestamp;
 
-use crate::container::{ContainerId, LocalIds, SessionId};
+use crate::commit::{Ended, MAX_ATTEMPTS};
+use crate::container::{ContainerId, LocalIds};
 use crate::error::{Result, VaultError};
 use crate::index::VaultIndex;
-use crate::names::{Machine, SnapshotId, claim_key, hooks_key};
+use crate::names::{Machine, SnapshotId, hooks_key};
 use crate::recipe::{MAX_CONTAINERS, MAX_PAGES, PAGE_BLOCKS, RecipeWriter};
-use crate::record::{HookRecord, Made, SnapshotRecord};
+use crate::record::{HookRecord, Made};
 use crate::sealer::{Filling, Job, MAX_SEALERS, MAX_WAITING_GROUPS, Sealing};
 use crate::sparse::{List, WINDOW_BLOCKS, hooks_of};
 use crate::uses::Uses;
@@ -26,8 +27,6 @@ use crate::vault::Vault;
 
 /// Windows that may wait to be looked up.
 const MAX_WAITING_WINDOWS: usize = 1;
-/// How often a snapshot is tried when deletions interfere.
-const MAX_ATTEMPTS: u32 = 3;
 
 /// How far a backup is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -60,19 +59,6 @@ struct Window {
     bytes: Vec<u8>,
     /// Of every block; those of zero blocks are [`ZERO_BLOCK`].
     digests: Vec<Digest>,
-}
-
-/// Why an attempt ended without a snapshot.
-enum Ended {
-    /// A collector was faster.
-    Overtaken,
-    Failed(VaultError),
-}
-
-impl<E: Into<VaultError>> From<E> for Ended {
-    fn from(error: E) -> Self {
-        Ended::Failed(error.into())
-    }
 }
 
 impl Vault {
@@ -159,7 +145,7 @@ impl Vault {
                     break;
                 }
                 // What it stored is found again by the next attempt.
-                Err(Ended::Overtaken) => attempt.retract()?,
+                Err(Ended::Overtaken) => self.retract(&attempt.id)?,
                 Err(Ended::Failed(error)) => {
                     outcome = Err(error);
                     break;
@@ -171,27 +157,6 @@ impl Vault {
             let _ = self.release(session);
         }
         outcome
-    }
-
-    /// A new session, which says that it lives.
-    fn claim(&self) -> Result<SessionId> {
-        loop {
-            let session = SessionId::random();
-            let key = claim_key(session, 0);
-            if self
-                .objects
-                .create(&key, bytes::Bytes::from_static(b"claim"))?
-            {
-                return Ok(session);
-            }
-        }
-    }
-
-    pub(crate) fn release(&self, session: SessionId) -> Result<()> {
-        for claim in self.objects.list(&format!("claims/{session}"))? {
-            self.objects.remove(&claim.key)?;
-        }
-        Ok(())
     }
 }
 
@@ -232,11 +197,6 @@ impl Attempt<'_> {
         if !walked.hooks.containers.is_empty() {
             vault.put_own(&hooks_key(self.id.session), walked.hooks.encode())?;
         }
-        // From here on collectors see what the snapshot uses; they may have begun before.
-        vault.put_own(&self.id.uses(), walked.uses.encode())?;
-        if !self.all_live(&walked.uses, &walked.index)? {
-            return Err(Ended::Overtaken);
-        }
         let record = Made {
             source: self.path.display().to_string(),
             host: self.host.to_owned(),
@@ -248,53 +208,10 @@ impl Attempt<'_> {
             stored_bytes: walked.stored_bytes,
             root: head.root(),
         };
-        let made = SnapshotRecord::Made(Box::new(record.clone()));
-        let created = vault
-            .objects
-            .create(&self.id.record(), made.encode().into());
-        let there = match created {
-            Ok(true) => true,
-            // An answer was lost, or a collector took the session for dead.
-            Ok(false) => vault.record_of(&self.id)? == Some(made),
-            Err(error) => match vault.record_of(&self.id) {
-                Ok(Some(found)) => found == made,
-                _ => return Err(error.into()),
-            },
-        };
-        match there {
-            true => Ok((record, walked.index.hook_bytes() as u64)),
-            false => Err(Ended::Overtaken),
-        }
-    }
-
-    /// Whether every container that the snapshot refers to is there to stay. Collectors that mark one from now on will
-    /// see the snapshot's uses.
-    fn all_live(&self, uses: &Uses, index: &VaultIndex) -> Result<bool> {
-        let marked = self.vault.marked()?;
-        let places = self.vault.containers(None)?;
-        let generations = index.generations();
-        for (id, (machine, used)) in &uses.containers {
-            if marked.contains(id) {
-                return Ok(false);
-            }
-            match places.get(id) {
-                None => return Ok(false),
-                Some((_, generation, _)) if generations.get(id) == Some(generation) => {}
-                // Compacted since its list was read.
-                Some((_, generation, _)) => match self.vault.head(machine, *id, *generation)? {
-                    Some(head) if used.without(&head.present).count() == 0 => {}
-                    _ => return Ok(false),
-                },
-            }
-        }
-        Ok(true)
-    }
-
-    /// Takes back what an attempt wrote, but for containers.
-    fn retract(&self) -> Result<()> {
-        let vault = self.vault;
-        vault.objects.remove(&self.id.uses())?;
-        vault.remove_recipe(&self.id)
+        let written = head.parts + 1;
+        let generations = walked.index.generations();
+        vault.commit(&self.id, written, &walked.uses, &generations, &record)?;
+        Ok((record, walked.index.hook_bytes() as u64))
     }
 
     fn walk(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Walked> {

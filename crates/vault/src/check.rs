@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::container::{ContainerId, Head, LocalIds};
-use crate::digester::Digester;
+use crate::container::{ContainerId, LocalIds};
+use crate::copy::Copying;
 use crate::error::{Result, VaultError};
+use crate::index::Places;
 use crate::names::{Machine, SnapshotId, container_key};
+use crate::problem::Problem;
 use crate::uses::Uses;
 use crate::vault::Vault;
+use crate::whole::Whole;
 
 /// How thorough a check is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,15 +19,6 @@ pub enum Checking {
     Sample(u32),
     /// Every block is read and verified.
     Full,
-}
-
-/// Something that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problem {
-    /// What, in one line.
-    pub what: String,
-    /// The snapshots that it affects.
-    pub affected: Vec<SnapshotId>,
 }
 
 /// What a check found.
@@ -40,6 +34,8 @@ pub struct CheckReport {
     pub read_bytes: u64,
     /// Everything that is wrong.
     pub problems: Vec<Problem>,
+    /// What was wrong, and is right again.
+    pub repaired: Vec<Problem>,
 }
 
 /// A container that snapshots use: its machine, and who uses what.
@@ -54,21 +50,49 @@ impl Vault {
     /// # Errors
     /// Errors of the store; damage is not an error but a [`Problem`].
     pub fn check(&self, how: Checking, progress: &mut dyn FnMut(u64, u64)) -> Result<CheckReport> {
+        self.check_and_repair(how, None, progress)
+    }
+
+    /// As [`Vault::check`]; what is damaged or lost here and good in `copy`, a copy of this vault, is replaced: a
+    /// container by its next generation, a snapshot by the copy's, which then has another number of a session.
+    ///
+    /// # Errors
+    /// As [`Vault::check`], and errors of the copy's store.
+    pub fn check_and_repair(
+        &self,
+        how: Checking,
+        copy: Option<&Vault>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<CheckReport> {
         let mut report = CheckReport::default();
+        let mut silent = |_| {};
+        let mut copying = match copy {
+            Some(copy) => {
+                self.probe()?;
+                Some(Copying::new(copy, self, &mut silent)?)
+            }
+            None => None,
+        };
         let (entries, damaged) = self.snapshots(None)?;
-        for id in damaged {
-            report.problems.push(Problem {
-                what: format!("the record of {id} is damaged: it cannot be restored"),
-                affected: vec![id],
-            });
-        }
-        let ids: Vec<SnapshotId> = entries.into_iter().map(|e| e.id).collect();
-        report.snapshots = ids.len() as u64;
+        let mut ids: Vec<SnapshotId> = entries.into_iter().map(|e| e.id).collect();
+        let all = damaged.into_iter().map(|id| (id, true));
+        let all: Vec<_> = ids.drain(..).map(|id| (id, false)).chain(all).collect();
         let mut used: BTreeMap<ContainerId, Used> = BTreeMap::new();
-        for (number, id) in ids.iter().enumerate() {
-            let found = self.check_snapshot(id);
-            let uses = problem(&mut report, found, || vec![id.clone()])?;
-            for (container, (machine, bits)) in uses.unwrap_or_default().containers {
+        for (id, is_damaged) in all {
+            let checked = match is_damaged {
+                true => Err(self.damaged(&id.record(), &"the snapshot cannot be restored")),
+                false => self.check_snapshot(&id).and_then(|uses| match how {
+                    Checking::Full => self.open_snapshot(&id)?.check_pages().map(|()| uses),
+                    Checking::Sample(_) => Ok(uses),
+                }),
+            };
+            let Some((id, uses)) = self.mend_snapshot(id, checked, &mut copying, &mut report)?
+            else {
+                continue;
+            };
+            let number = ids.len();
+            ids.push(id);
+            for (container, (machine, bits)) in uses.containers {
                 let entry = used.entry(container).or_insert_with(|| Used {
                     machine,
                     by: Vec::new(),
@@ -76,8 +100,10 @@ impl Vault {
                 entry.by.push((number, bits));
             }
         }
-        let places = self.containers(None)?;
-        let size = |id: &ContainerId| places.get(id).map_or(0, |place| place.2);
+        report.snapshots = ids.len() as u64;
+        let mut places = self.containers(None)?;
+        let sizes: HashMap<_, _> = places.iter().map(|(id, place)| (*id, place.2)).collect();
+        let size = |id: &ContainerId| sizes.get(id).copied().unwrap_or(0);
         let total = used.keys().map(size).sum();
         let mut done = 0;
         for (id, used) in &used {
@@ -85,7 +111,11 @@ impl Vault {
                 Checking::Full => true,
                 Checking::Sample(one_in) => fastrand::u32(..one_in.max(1)) == 0,
             };
-            self.check_container(*id, used, &places, whole, &ids, &mut report)?;
+            report.containers += 1;
+            let found = self.check_container(*id, used, &places, whole, &ids, &mut report)?;
+            if let Some(found) = found {
+                self.mend_container(*id, used, copy, &mut places, &ids, found, &mut report)?;
+            }
             done += size(id);
             progress(done, total);
         }
@@ -95,47 +125,100 @@ impl Vault {
         Ok(report)
     }
 
-    /// A snapshot's small objects; what it uses.
-    fn check_snapshot(&self, id: &SnapshotId) -> Result<Uses> {
-        let snapshot = self.open_snapshot(id)?;
-        let uses = self.uses_of(id)?.ok_or_else(|| VaultError::Missing {
-            key: id.uses(),
-            vault: self.place(),
-        })?;
-        let listed: BTreeSet<_> = snapshot.recipe().containers.iter().map(|c| c.1).collect();
-        match uses.containers.keys().eq(listed.iter()) {
-            true => Ok(uses),
-            false => Err(self.damaged(&id.uses(), &"it does not fit its recipe")),
+    /// What a snapshot uses, if it is right, or right again under another id.
+    fn mend_snapshot(
+        &self,
+        id: SnapshotId,
+        checked: Result<Uses>,
+        copying: &mut Option<Copying<'_>>,
+        report: &mut CheckReport,
+    ) -> Result<Option<(SnapshotId, Uses)>> {
+        let before = report.problems.len();
+        if let Some(uses) = problem(&mut report.problems, checked, || vec![id.clone()])? {
+            return Ok(Some((id, uses)));
         }
+        let Some(copying) = copying else {
+            return Ok(None);
+        };
+        let Some(mended) = self.repair_snapshot(&id, copying)? else {
+            return Ok(None);
+        };
+        report.repaired.extend(report.problems.drain(before..));
+        let checked = self.check_snapshot(&mended);
+        let uses = problem(&mut report.problems, checked, || vec![mended.clone()])?;
+        Ok(uses.map(|uses| (mended, uses)))
     }
 
+    /// Replaces a container by what is good of it here and in a copy.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "what a check knows of a container"
+    )]
+    fn mend_container(
+        &self,
+        id: ContainerId,
+        used: &Used,
+        copy: Option<&Vault>,
+        places: &mut Places,
+        ids: &[SnapshotId],
+        found: Problem,
+        report: &mut CheckReport,
+    ) -> Result<()> {
+        let here = places.get(&id).map(|place| place.1);
+        let brought = match copy {
+            None => None,
+            Some(copy) => {
+                let there = copy.containers(Some(&used.machine))?.get(&id).map(|p| p.1);
+                self.bring(copy, &used.machine, id, (here, there), None)?
+            }
+        };
+        let Some((generation, len)) = brought else {
+            report.problems.push(found);
+            return Ok(());
+        };
+        places.insert(id, (used.machine.clone(), generation, len));
+        let left = self.check_container(id, used, places, true, ids, report)?;
+        report.repaired.push(found);
+        report.problems.extend(left);
+        Ok(())
+    }
+
+    /// What is wrong with a container, if anything is.
     fn check_container(
         &self,
         id: ContainerId,
         used: &Used,
-        places: &HashMap<ContainerId, (Machine, u32, u64)>,
+        places: &Places,
         whole: bool,
         ids: &[SnapshotId],
         report: &mut CheckReport,
-    ) -> Result<()> {
-        report.containers += 1;
-        let all = || used.by.iter().map(|(n, _)| ids[*n].clone()).collect();
+    ) -> Result<Option<Problem>> {
+        let all = |what: VaultError| Problem {
+            what: what.to_string(),
+            affected: used.by.iter().map(|(n, _)| ids[*n].clone()).collect(),
+        };
+        let missing = || VaultError::Missing {
+            key: format!("containers/{}/{id}", used.machine.component()),
+            vault: self.place(),
+        };
         let Some((_, generation, _)) = places.get(&id) else {
-            let key = format!("containers/{}/{id}", used.machine.component());
-            let missing = VaultError::Missing {
-                key,
-                vault: self.place(),
-            };
-            report.problems.push(Problem {
-                what: missing.to_string(),
-                affected: all(),
-            });
-            return Ok(());
+            return Ok(Some(all(missing())));
         };
         let key = container_key(&used.machine, id, *generation);
-        let found = self.head(&used.machine, id, *generation);
-        let Some(Some(head)) = problem(report, found, all)? else {
-            return Ok(());
+        let head = match self.head(&used.machine, id, *generation) {
+            Ok(Some(head)) => head,
+            // It was listed: compacted, or removed, since.
+            Ok(None) => {
+                let now = self.containers(Some(&used.machine))?;
+                return match now.get(&id) {
+                    Some(place) if place.1 != *generation => {
+                        self.check_container(id, used, &now, whole, ids, report)
+                    }
+                    _ => Ok(Some(all(missing()))),
+                };
+            }
+            Err(error) if error.is_damage() => return Ok(Some(all(error))),
+            Err(error) => return Err(error),
         };
         let mut bad: BTreeSet<u16> = BTreeSet::new();
         for (_, bits) in &used.by {
@@ -149,22 +232,18 @@ impl Vault {
             };
             report.read += 1;
             report.read_bytes += bytes.len() as u64;
-            bad.extend(wrong_blocks(&head, &bytes, &self.digester));
+            let whole = Whole::new(head, bytes, &self.digester);
+            bad.extend(whole.head.present.without(&whole.good).iter());
         }
-        if !bad.is_empty() {
-            let hit = |bits: &LocalIds| bad.iter().any(|&local| bits.contains(local));
-            let affected: Vec<SnapshotId> = used
-                .by
-                .iter()
-                .filter(|(_, bits)| hit(bits))
-                .map(|(n, _)| ids[*n].clone())
-                .collect();
-            report.problems.push(Problem {
-                what: format!("{} blocks of {key} are damaged or missing", bad.len()),
-                affected,
-            });
+        if bad.is_empty() {
+            return Ok(None);
         }
-        Ok(())
+        let hit = |bits: &LocalIds| bad.iter().any(|&local| bits.contains(local));
+        let affected = used.by.iter().filter(|(_, bits)| hit(bits));
+        Ok(Some(Problem {
+            what: format!("{} blocks of {key} are damaged or missing", bad.len()),
+            affected: affected.map(|(n, _)| ids[*n].clone()).collect(),
+        }))
     }
 
     /// That the digests in containers are those that the roots prove.
@@ -178,34 +257,22 @@ impl Vault {
             let checked = self.open_snapshot(id).and_then(|snapshot| {
                 (0..snapshot.segments()).try_for_each(|n| snapshot.segment(n).map(drop))
             });
-            problem(report, checked, || vec![id.clone()])?;
+            problem(&mut report.problems, checked, || vec![id.clone()])?;
         }
         Ok(())
     }
 }
 
-/// The local ids of blocks that cannot be read.
-fn wrong_blocks(head: &Head, bytes: &[u8], digester: &Digester) -> Vec<u16> {
-    let locals: Vec<u16> = head.present.iter().collect();
-    match head.verify(bytes, digester) {
-        Ok(wrong) => wrong
-            .into_iter()
-            .filter_map(|at| locals.get(at).copied())
-            .collect(),
-        Err(_) => locals,
-    }
-}
-
 /// Damage becomes a problem; other errors stay errors.
 fn problem<T>(
-    report: &mut CheckReport,
+    problems: &mut Vec<Problem>,
     found: Result<T>,
     affected: impl FnOnce() -> Vec<SnapshotId>,
 ) -> Result<Option<T>> {
     match found {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.is_damage() => {
-            report.problems.push(Problem {
+            problems.push(Problem {
                 what: error.to_string(),
                 affected: affected(),
             });

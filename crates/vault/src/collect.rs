@@ -6,14 +6,15 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64};
+use drover_core::BLOCK_SIZE_U64;
 
-use crate::container::{ContainerId, GROUP_BYTES, LocalIds, Packed, SessionId, assemble};
+use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
 use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
 use crate::record::{HookRecord, SnapshotRecord};
 use crate::uses::Uses;
 use crate::vault::Vault;
+use crate::whole::next_generation;
 
 /// A session that has not said for so long that it lives is taken for dead.
 pub const MAX_SILENCE: Duration = Duration::from_secs(24 * 3600);
@@ -410,7 +411,12 @@ impl Vault {
         self.remove_generations(machine, id, u32::MAX)
     }
 
-    fn remove_generations(&self, machine: &Machine, id: ContainerId, below: u32) -> Result<()> {
+    pub(crate) fn remove_generations(
+        &self,
+        machine: &Machine,
+        id: ContainerId,
+        below: u32,
+    ) -> Result<()> {
         let listed = self
             .objects
             .list(&format!("containers/{}", machine.component()))?;
@@ -434,54 +440,23 @@ impl Vault {
         generation: u32,
         used: &LocalIds,
     ) -> Result<Option<u64>> {
-        let key = container_key(machine, id, generation);
-        let head = match self.head(machine, id, generation) {
-            Ok(Some(head)) => head,
-            Ok(None) => return Ok(None),
-            Err(error) if error.is_damage() => return Ok(None),
-            Err(error) => return Err(error),
+        let Some(whole) = self.whole_at(machine, id, generation)? else {
+            return Ok(None);
         };
-        let bytes = match self.objects.get(&key) {
-            Ok(Some(bytes)) => bytes,
-            Ok(None) => return Ok(None),
-            Err(error) if error.is_damage => return Ok(None),
-            Err(error) => return Err(error.into()),
-        };
-        let present = head.present.common(used);
+        let present = whole.head.present.common(used);
         // What is damaged stays as it is: `check` speaks of it.
-        if !head
-            .verify(&bytes, &self.digester)
-            .is_ok_and(|wrong| wrong.is_empty())
-            || used.without(&head.present).count() > 0
-            || present.count() * 2 > head.digests.len() as u32
+        if !whole.is_good()
+            || used.without(&present).count() > 0
+            || present.count() * 2 > whole.head.digests.len() as u32
         {
             return Ok(None);
         }
-        let mut digests = Vec::new();
-        let mut blocks = Vec::with_capacity(present.count() as usize * BLOCK_SIZE);
-        let mut unpacked: Option<(usize, Vec<u8>)> = None;
-        for local in present.iter() {
-            let at = head.present.rank(local);
-            let group = at * BLOCK_SIZE / GROUP_BYTES;
-            if unpacked.as_ref().is_none_or(|(number, _)| *number != group) {
-                let span = head.span(group, group);
-                let packed = &bytes[span.start as usize..span.end as usize];
-                let raw = head
-                    .unpack(group, packed)
-                    .map_err(|e| self.damaged(&key, &e))?;
-                unpacked = Some((group, raw));
-            }
-            let from = at * BLOCK_SIZE % GROUP_BYTES;
-            if let Some((_, raw)) = &unpacked {
-                blocks.extend_from_slice(&raw[from..from + BLOCK_SIZE]);
-            }
-            digests.push(head.digests[at]);
-        }
-        let groups: Vec<Packed> = blocks.chunks(GROUP_BYTES).map(Packed::new).collect();
         let next = generation
             .checked_add(1)
-            .ok_or_else(|| VaultError::TooLarge(key.clone()))?;
-        let bytes = assemble(id, next, &digests, &present, &groups);
+            .ok_or_else(|| VaultError::TooLarge(id.to_string()))?;
+        let Some(bytes) = next_generation(id, next, &present, &[&whole]) else {
+            return Ok(None);
+        };
         let len = bytes.len() as u64;
         // Another collector may have written it, from what it saw in use; then that one is right as well, but it may
         // have kept less than is in use now: nothing is removed unless it is ours.

@@ -71,6 +71,21 @@ pub enum VaultError {
         "the store of the vault {0} overwrites objects although it is told not to; a vault needs a store with conditional writes"
     )]
     Unconditional(String),
+    /// The store has not what it said it wrote.
+    #[error(
+        "the store of the vault {0} has not what it said it had written; no snapshot was made, try again"
+    )]
+    Unwritten(String),
+    /// It is no copy of the vault.
+    #[error(
+        "the vault {vault} is another one, and no copy of {of}; a copy is made by `drover vault copy` in an empty place"
+    )]
+    OtherVault {
+        /// Where it is.
+        vault: String,
+        /// What it was to be a copy of.
+        of: String,
+    },
     /// The vault is encrypted, and no secret was given.
     #[error("the vault {0} is encrypted: its passphrase or a key file is needed")]
     Encrypted(String),
@@ -217,7 +232,7 @@ impl VaultError {
         match self {
             VaultError::Store(error) => error.can_retry,
             VaultError::Image(error) => error.can_retry(),
-            VaultError::Changed(_) | VaultError::Overtaken(_) => true,
+            VaultError::Changed(_) | VaultError::Overtaken(_) | VaultError::Unwritten(_) => true,
             _ => false,
         }
     }

@@ -32,7 +32,9 @@ mod check;
 #[cfg(feature = "s3")]
 mod cloud;
 mod collect;
+mod commit;
 pub mod container;
+mod copy;
 mod digester;
 mod error;
 mod file;
@@ -46,6 +48,7 @@ mod location;
 mod lru;
 mod names;
 mod objects;
+mod problem;
 mod reader;
 mod recipe;
 mod record;
@@ -58,13 +61,15 @@ mod sparse;
 pub mod testing;
 mod uses;
 mod vault;
+mod whole;
 
 pub use backup::{Backup, BackupProgress};
-pub use check::{CheckReport, Checking, Problem};
+pub use check::{CheckReport, Checking};
 #[cfg(feature = "s3")]
 pub use cloud::CloudObjects;
 pub use collect::{Collected, Forgotten, Stats};
 pub use container::{ContainerId, SessionId};
+pub use copy::{Copied, CopyProgress};
 pub use digester::Digester;
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
@@ -74,6 +79,7 @@ pub use keys::{KeyEntry, MAX_LABEL, MAX_SECRET, Secret};
 pub use location::{Ask, Location};
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
+pub use problem::Problem;
 pub use recipe::{Page, RecipeError, RecipeHead};
 pub use record::{
     HolderRecord, HookRecord, KeyRecord, Made, RecordError, SnapshotRecord, VaultRecord,

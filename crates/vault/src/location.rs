@@ -63,6 +63,24 @@ impl Location {
     }
 }
 
+impl Location {
+    /// The copy of a vault there; if it does not exist, it is created if `create` says so.
+    ///
+    /// # Errors
+    /// As [`Vault::copy_on`]; [`crate::VaultError::NotEmpty`], [`crate::VaultError::Unsupported`].
+    pub fn copy_of(&self, vault: &Vault, create: bool) -> Result<Vault> {
+        let objects = match self {
+            Location::Store(url) => objects(url)?,
+            Location::Directory(path) => match Vault::existing(path) {
+                Ok(objects) if Vault::record_on(&*objects)?.is_some() => objects,
+                _ if create => Vault::empty(path)?,
+                existing => existing?,
+            },
+        };
+        vault.copy_on(objects, create)
+    }
+}
+
 /// What is asked for the secret of an encrypted vault.
 pub type Ask<'a> = dyn FnMut() -> Result<Secret> + 'a;
 

@@ -125,6 +125,14 @@ impl Snapshot {
         }
     }
 
+    /// Reads every page of the recipe, which is verified by that.
+    ///
+    /// # Errors
+    /// Damage; errors of the store.
+    pub(crate) fn check_pages(&self) -> Result<()> {
+        (0..self.head.pages.len()).try_for_each(|number| self.page(number).map(drop))
+    }
+
     fn page(&self, number: usize) -> Result<Arc<Page>> {
         if let Some(page) = self.pages.lock().get(&number) {
             return Ok(page);

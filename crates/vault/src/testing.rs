@@ -116,6 +116,11 @@ impl MemoryObjects {
         }
     }
 
+    /// Removes an object behind the vault's back.
+    pub fn lose(&self, key: &str) {
+        self.shared.objects.lock().remove(key);
+    }
+
     fn operate<T>(
         &self,
         doing: &'static str,

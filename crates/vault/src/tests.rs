@@ -1,6 +1,7 @@
 //! The vault as a whole: on a store in memory with faults, and on a directory.
 
 mod concurrent;
+mod copies;
 mod crash;
 mod encrypted;
 

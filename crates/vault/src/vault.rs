@@ -21,6 +21,8 @@ use drover_storage::EnvelopeError;
 
 /// The key of the vault's own record.
 const VAULT_KEY: &str = "vault";
+/// What a vault has before its record: all that is left in a directory when its creation is interrupted.
+const FIRST: [&str; 3] = [".unfinished", "keys", "probe"];
 /// Snapshots that an error lists at most.
 const MAX_CANDIDATES: usize = 5;
 
@@ -69,12 +71,14 @@ impl Vault {
             }
         };
         std::fs::create_dir_all(directory).map_err(fail("create"))?;
-        let mut entries = std::fs::read_dir(directory).map_err(fail("read"))?;
         if directory.join(VAULT_KEY).is_file() {
             return Err(VaultError::Exists(directory.display().to_string()));
         }
-        if entries.next().is_some() {
-            return Err(VaultError::NotEmpty(directory.display().to_string()));
+        for entry in std::fs::read_dir(directory).map_err(fail("read"))? {
+            let name = entry.map_err(fail("read"))?.file_name();
+            if !FIRST.iter().any(|first| name == *first) {
+                return Err(VaultError::NotEmpty(directory.display().to_string()));
+            }
         }
         Ok(Arc::new(LocalObjects::open(directory)?))
     }
@@ -142,8 +146,20 @@ impl Vault {
         objects: Arc<dyn Objects>,
         ask: &mut dyn FnMut() -> Result<Secret>,
     ) -> Result<Vault> {
-        let Some(bytes) = get_at_most(&*objects, VAULT_KEY, MAX_RECORD_BYTES)? else {
+        let Some(record) = Vault::record_on(&*objects)? else {
             return Err(VaultError::NoVault(objects.describe()));
+        };
+        if !record.is_encrypted {
+            return Ok(Vault::plain(objects, record));
+        }
+        let unlocked = keys::unlock(&*objects, &record.id, &ask()?)?;
+        Ok(Vault::encrypted(objects, record, unlocked))
+    }
+
+    /// The record of the vault on a store, if there is one.
+    pub(crate) fn record_on(objects: &dyn Objects) -> Result<Option<VaultRecord>> {
+        let Some(bytes) = get_at_most(objects, VAULT_KEY, MAX_RECORD_BYTES)? else {
+            return Ok(None);
         };
         let record = VaultRecord::decode(&bytes).map_err(|error| match error {
             RecordError::Envelope(EnvelopeError::Version) => VaultError::Newer {
@@ -156,11 +172,34 @@ impl Vault {
                 why: error.to_string(),
             },
         })?;
-        if !record.is_encrypted {
-            return Ok(Vault::plain(objects, record));
+        Ok(Some(record))
+    }
+
+    /// Writes the record of this vault to the store of a copy.
+    pub(crate) fn create_record_on(&self, objects: &dyn Objects) -> Result<()> {
+        create_record(objects, &self.record)
+    }
+
+    /// The same vault on another store.
+    pub(crate) fn on(&self, objects: Arc<dyn Objects>) -> Vault {
+        match &self.sealed {
+            None => Vault::plain(objects, self.record.clone()),
+            Some((_, unlocked)) => Vault::encrypted(objects, self.record.clone(), unlocked.clone()),
         }
-        let unlocked = keys::unlock(&*objects, &record.id, &ask()?)?;
-        Ok(Vault::encrypted(objects, record, unlocked))
+    }
+
+    /// The keys of an encrypted vault, as they are stored.
+    pub(crate) fn stored_keys(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let Some((objects, _)) = &self.sealed else {
+            return Ok(Vec::new());
+        };
+        let mut keys = Vec::new();
+        for listed in objects.list("keys")? {
+            if let Some(bytes) = get_at_most(&**objects, &listed.key, MAX_RECORD_BYTES)? {
+                keys.push((listed.key, bytes.to_vec()));
+            }
+        }
+        Ok(keys)
     }
 
     fn plain(objects: Arc<dyn Objects>, record: VaultRecord) -> Vault {

@@ -52,6 +52,7 @@ Examples:
   drover vault stats
   drover vault forget --keep-last 7 --keep-weekly 4 --keep-monthly 6 --dry-run
   drover vault compact
+  drover vault copy s3://backups/drover
   drover vault check --full")]
 pub struct VaultArgs {
     #[command(subcommand)]
@@ -83,18 +84,29 @@ Examples:
         #[command(flatten)]
         of: OfVault,
     },
+    Copy(VaultCopyArgs),
     /// Verify a vault
     ///
     /// Every snapshot must have its objects, and every container in use its blocks. One container in 16 is read and verified as a whole; with --full, all are.
     /// Damage is listed with the snapshots that it affects; then the exit code is 1.
+    ///
+    /// With --repair, what is damaged or lost is replaced from a copy that `drover vault copy` made, as far as the copy has it: every block is verified by its digest before it is
+    /// written. What could be repaired is listed as well. Snapshots that are not listed any more are brought back by `drover vault copy` from the copy.
     #[command(after_help = "\
 Examples:
   drover vault check
-  drover vault check --full")]
+  drover vault check --full
+  drover vault check --full --repair --from /mnt/usb/vault")]
     Check {
         /// Read and verify every block
         #[arg(long)]
         full: bool,
+        /// Replace what is damaged or lost by what the copy has
+        #[arg(long, requires = "from")]
+        repair: bool,
+        /// The copy: a directory, or s3://BUCKET/PREFIX, gs://... or az://...
+        #[arg(long, value_name = "VAULT", value_hint = ValueHint::DirPath, requires = "repair")]
+        from: Option<Location>,
         #[command(flatten)]
         of: OfVault,
     },
@@ -138,6 +150,31 @@ pub struct VaultInitArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// Copy a vault to another place, or bring a copy up to date
+///
+/// Every snapshot that the copy lacks is copied, with those blocks that the copy lacks; what moves is verified. Nothing is deleted there: `drover vault forget` and `drover vault compact`
+/// with --vault delete in each place by itself. If it is interrupted, repeat it: it goes on with what is missing. Backups and deletions may go on in both places.
+///
+/// The copy is a vault of its own, opened by the keys that the vault had when the copy was created. It is not this site's vault: name it by --vault. A snapshot has the same name in both, and another ID.
+/// Snapshots that are damaged are listed and left out; then the exit code is 1.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault copy /mnt/usb/vault
+  drover vault copy s3://backups/drover --limit 20M
+  drover vault copy /srv/vault --vault s3://backups/drover      back again
+  drover snapshots --vault /mnt/usb/vault")]
+pub struct VaultCopyArgs {
+    /// Where the copy is: a directory, empty at first, or s3://BUCKET/PREFIX, gs://... or az://...
+    #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
+    pub to: Location,
+    /// Maximum rate at which is written, in bytes per second, such as 50M [default: unlimited]
+    #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
+    pub limit: Option<u64>,
+    #[command(flatten)]
+    pub of: OfVault,
 }
 
 /// Change the passphrases and key files of an encrypted vault

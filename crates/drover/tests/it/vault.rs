@@ -1,5 +1,6 @@
 //! Snapshots in a vault, with the real program.
 
+mod copies;
 mod encrypted;
 mod s3;
 

@@ -4,10 +4,10 @@ use super::*;
 use crate::testing::Fault;
 
 /// What a vault must still have: snapshots and their content.
-type Wanted = Vec<(crate::SnapshotId, Vec<u8>)>;
+pub(super) type Wanted = Vec<(crate::SnapshotId, Vec<u8>)>;
 
 /// Every snapshot of `wanted` is there, whole, and nothing else is but `maybe`; and the vault can be used.
-fn is_whole(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
+pub(super) fn is_whole(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
     let vault = Vault::open_on(Arc::new(objects.clone())).unwrap();
     let (entries, damaged) = vault.snapshots(None).unwrap();
     assert_eq!(damaged, [], "{what}");
@@ -28,7 +28,7 @@ fn is_whole(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) 
 }
 
 /// Days later, after collections: what was acknowledged is still there, and nothing of the rest.
-fn settles(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
+pub(super) fn settles(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
     let vault = Vault::open_on(Arc::new(objects.clone())).unwrap();
     for days in [0, 2, 9] {
         objects.advance(DAY * days);
@@ -50,7 +50,7 @@ fn settles(objects: &MemoryObjects, wanted: &Wanted, maybe: &[u8], what: &str) {
     assert_eq!(vault.stats().unwrap().garbage_bytes, 0, "{what}");
 }
 
-const FAULTS: [Fault; 4] = [
+pub(super) const FAULTS: [Fault; 4] = [
     Fault::Refuse,
     Fault::LoseAnswer,
     Fault::StopBefore,
