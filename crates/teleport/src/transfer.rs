@@ -26,8 +26,8 @@ mod profile;
 
 use ahead::AheadLog;
 pub use ahead::read_ahead;
-pub(crate) use profile::PROFILE;
-pub use profile::{keep_profile, kept_profile};
+pub(crate) use profile::{BOOTS, PROFILE};
+pub use profile::{keep_boots, keep_profile, kept_boots, kept_profile};
 
 /// Marker file: the last sync of a stopped transfer succeeded. Never synced itself: it describes the page cache's
 /// state of the other files, and vanishes with it in a machine crash.

@@ -8,8 +8,10 @@ use std::time::Duration;
 use drover_core::{BlockDevice, DeviceError, ImageName, ReadAt};
 use drover_device::stage::Recording;
 use drover_device::synced::Order;
-use drover_net::{DEFAULT_DOMAIN, request};
+use drover_net::{DEFAULT_DOMAIN, NetError, request};
+use drover_store::Catalog;
 use drover_store::profile::Profile;
+use drover_teleport::services::PutProfileReply;
 use serde::{Deserialize, Serialize};
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -223,25 +225,41 @@ fn to_image(home: &Home, target: &Target, size: u64, recording: &Recording) -> R
         bail!("{target} is no image, and has no profile: record it into a file");
     }
     let name = ImageName::new(&target.image)?;
+    let boot = Profile::without_content(size, &recording.reads);
     let Some(peer) = &target.peer else {
         let home = home.domain(target.domain.as_deref().unwrap_or(DEFAULT_DOMAIN))?;
         let catalog = Arc::new(site::open_catalog(&home)?);
-        return OfImage::named(&home, &catalog, &name)?.add_boot(&recording.reads);
+        if catalog.by_name(&name)?.is_some() {
+            return OfImage::named(&home, &catalog, &name)?.add_boot(&recording.reads);
+        }
+        // It is still being sent: the site has what is here of it.
+        return wait_for(async move {
+            let Some(call) = Call::local(&home).await? else {
+                bail!("{name} has not arrived completely, and no site runs here that receives it");
+            };
+            let put = profiles::add_boot_at(call.into_connection(), &name, &boot).await;
+            put.map_err(|e| match e {
+                NetError::Refused(refusal) => Error::Refused(refusal),
+                e => e.into(),
+            })
+        });
     };
     let (identity, peer) = (
         home.identity()?,
         find_peer(&site::open_catalog(home)?, peer)?,
     );
-    let boot = Profile::without_content(size, &recording.reads);
-    let put = async move {
+    wait_for(async move {
         let connection = Call::peer(&identity, &peer).await?.into_connection();
         let put = profiles::add_boot_at(connection, &name, &boot).await;
         put.map_err(|e| match e {
-            drover_net::NetError::Refused(refusal) => Error::of_peer(&peer.name, &refusal),
+            NetError::Refused(refusal) => Error::of_peer(&peer.name, &refusal),
             e => e.into(),
         })
-    };
-    // On a thread of its own, as the caller's may belong to a runtime.
+    })
+}
+
+/// Waits for what a site says of a boot, on a thread of its own, as the caller's may belong to a runtime.
+fn wait_for(put: impl Future<Output = Result<PutProfileReply>> + Send) -> Result<Put> {
     let put = std::thread::scope(|scope| {
         let run = move || -> Result<_> {
             let runtime = tokio::runtime::Builder::new_current_thread();

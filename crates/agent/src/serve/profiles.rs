@@ -28,38 +28,51 @@ impl Handler<PutProfile> for OfSite {
         PutProfile { name, bytes }: PutProfile,
         exchange: &mut Exchange<'_, PutProfile>,
     ) -> Result<PutProfileReply, Refusal> {
-        let record = self.record(&name).await?;
+        let arriving = Arc::clone(&self.domain.site);
+        let record = match self.record(&name).await {
+            // A machine runs from it already, at this site.
+            Err(e) if e.code == Code::NotFound && peer.key == self.server.identity.key() => {
+                let boot = received(&name, bytes, exchange).await?;
+                let (image, reads) = (name.clone(), boot.reads());
+                let added = tokio::task::spawn_blocking(move || arriving.add_boot(&image, &reads));
+                match added.await.map_err(failed)?? {
+                    Some(put) => return Ok(put),
+                    None => return self.put(exchange.caller(), name, boot).await.map_err(|_| e),
+                }
+            }
+            record => record?,
+        };
         if !owns(peer, &record) && !record.may_be_changed_by(&peer.key, peer.rights) {
             let text = format!("{name} does not belong to your site: its profile stays as it is");
             return Err(Refusal::new(Code::Denied, text));
         }
-        let length = bytes as usize;
-        if length > MAX_BYTES {
-            return Err(Refusal::new(Code::OutOfRange, "the profile is too long"));
-        }
-        let mut bytes = Vec::new();
-        while bytes.len() < length {
-            let piece = timeout(PIECE_LIMIT, exchange.next_progress()).await;
-            let piece = piece.map_err(failed)?.map_err(failed)?;
-            if piece.is_empty() || piece.len() > length - bytes.len() {
-                let text = "a piece of the profile is empty, or too long";
-                return Err(Refusal::new(Code::Protocol, text));
-            }
-            bytes.extend(piece);
-        }
-        let profile = Profile::decode(&bytes);
-        let profile = profile
-            .map_err(|e| Refusal::new(Code::Corrupt, format!("the profile of {name}: {e}")))?;
-        let put = self.with_image(exchange.caller(), name, move |image| {
-            image.add_boot(&profile.reads())
-        });
-        let put = put.await?;
-        Ok(PutProfileReply {
-            blocks: put.blocks,
-            pruned: put.pruned,
-            boots: put.boots,
-        })
+        let boot = received(&name, bytes, exchange).await?;
+        self.put(exchange.caller(), name, boot).await
     }
+}
+
+/// The profile that comes with a request.
+async fn received(
+    name: &ImageName,
+    bytes: u32,
+    exchange: &mut Exchange<'_, PutProfile>,
+) -> Result<Profile, Refusal> {
+    let length = bytes as usize;
+    if length > MAX_BYTES {
+        return Err(Refusal::new(Code::OutOfRange, "the profile is too long"));
+    }
+    let mut bytes = Vec::new();
+    while bytes.len() < length {
+        let piece = timeout(PIECE_LIMIT, exchange.next_progress()).await;
+        let piece = piece.map_err(failed)?.map_err(failed)?;
+        if piece.is_empty() || piece.len() > length - bytes.len() {
+            let text = "a piece of the profile is empty, or too long";
+            return Err(Refusal::new(Code::Protocol, text));
+        }
+        bytes.extend(piece);
+    }
+    Profile::decode(&bytes)
+        .map_err(|e| Refusal::new(Code::Corrupt, format!("the profile of {name}: {e}")))
 }
 
 impl Handler<GetProfile> for OfSite {
@@ -87,6 +100,22 @@ impl Handler<GetProfile> for OfSite {
 }
 
 impl OfSite {
+    /// Adds a boot to the profile of an image.
+    async fn put(
+        &self,
+        caller: drover_net::PeerKey,
+        name: ImageName,
+        boot: Profile,
+    ) -> Result<PutProfileReply, Refusal> {
+        let put = self.with_image(caller, name, move |image| image.add_boot(&boot.reads()));
+        let put = put.await?;
+        Ok(PutProfileReply {
+            blocks: put.blocks,
+            pruned: put.pruned,
+            boots: put.boots,
+        })
+    }
+
     /// Reads an image for its profile, in its turn with long jobs.
     async fn with_image<T: Send + 'static>(
         &self,

@@ -120,6 +120,7 @@ Examples:
   drover launch web.qcow2 /mnt/web                     /mnt/web is a raw disk
   drover launch web.qcow2 /mnt/web --device            prints /dev/loop0
   drover launch web.qcow2 /mnt/web --wait 5m           wait until its transfer begins
+  drover launch web.qcow2 --nbd unix:/run/web.sock --profile --for 2m      record the boot
   drover launch web@latest --nbd unix:/run/web.sock    a machine boots from a snapshot, writable over it
   drover mounts                                        how much is here, what is waited for
   drover unmount /mnt/web")]
@@ -149,6 +150,12 @@ pub struct LaunchArgs {
     /// Reject writes
     #[arg(long)]
     pub read_only: bool,
+    /// Record what is read first, and merge it into the profile of the image (see `drover profile`), also while it is being sent
+    #[arg(long)]
+    pub profile: bool,
+    /// With --profile, how long it is recorded [default: until `drover profile stop`, or the end of the mount]
+    #[arg(long = "for", value_name = "DURATION", value_parser = text::parse_duration)]
+    pub record_for: Option<Duration>,
     /// Wait up to this long for the transfer of the image to begin
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration)]
     pub wait: Option<Duration>,
@@ -174,6 +181,8 @@ impl LaunchArgs {
     pub fn options(&self) -> OptionArgs {
         OptionArgs {
             read_only: self.read_only,
+            profile: self.profile,
+            record_for: self.record_for,
             domain: self.domain.clone(),
             vault: self.vault.clone(),
             ..OptionArgs::default()

@@ -339,6 +339,74 @@ fn a_qcow2_image_is_launched_as_the_disk_that_it_holds() {
     sent.unmount(&socket);
 }
 
+/// Where a profile begins to read, in its order, and the boots that it counts.
+fn profile_of(shown: &Value) -> (Vec<u64>, u64) {
+    let regions = shown["regions"].as_array().unwrap();
+    let starts = regions.iter().map(|r| r["offset"].as_u64().unwrap());
+    (starts.collect(), shown["boots"].as_u64().unwrap())
+}
+
+#[test]
+fn a_boot_from_an_image_in_transit_is_recorded_for_its_profile() {
+    let mut sent = Sent::new("big.raw");
+    sent.far(&["launch", "big.raw", "disk", "--for", "1m"])
+        .fails(2, &["--for is for --profile"]);
+    sent.begin("big.raw");
+    let path = sent.world.path("s");
+    let (socket, nbd) = (path.to_str().unwrap(), format!("unix:{}", path.display()));
+    let options = ["--background", "--wait", "3m", "--profile"];
+    let args = ["launch", "big.raw", "--nbd", &nbd];
+    sent.far(&[&args[..], &options].concat()).ok();
+    let mut machine = Client::connect(&path, "big.raw");
+    let places = [11, 9, 10].map(|n| (n * BATCH) as u64 + 65_536);
+    // What it writes before it reads is not the image's.
+    machine.write(8 * BATCH as u64, &[7; 4096]).unwrap();
+    for at in places.iter().chain([&(8 * BATCH as u64)]) {
+        machine.read(*at, 4096).unwrap();
+    }
+    let stop = ["profile", "stop", socket, "--json"];
+    let first = sent.far(&stop).ok().json();
+    assert_eq!(
+        (
+            &first[0]["blocks"],
+            &first[0]["boots"],
+            &first[0]["problem"]
+        ),
+        (&3.into(), &1.into(), &Value::Null),
+        "{first:?}"
+    );
+    // Another one, while nothing is sent.
+    sent.stop();
+    sent.far(&["profile", "record", socket]).ok();
+    machine.read(places[1], 4096).unwrap();
+    let second = sent.far(&stop).ok().json();
+    assert_eq!(second[0]["boots"], 2, "{second:?}");
+    sent.far(&["profile", "big.raw"])
+        .fails(3, &["no image called big.raw"]);
+
+    // Also after the site was killed, they become those of the image when it is complete.
+    drop(machine);
+    sent.unmount(&path);
+    sent.kill_site();
+    sent.start_site();
+    sent.world.run("near", &["send", "big.raw", "far"]).ok();
+    let shown = sent.far(&["profile", "big.raw", "--json"]).ok().json();
+    let (mut starts, boots) = profile_of(&shown[0]);
+    starts.sort_unstable();
+    assert_eq!((starts, boots), (vec![places[1], places[2], places[0]], 2));
+    // And one of the complete image.
+    let socket = sent.world.path("t");
+    let nbd = format!("unix:{}", socket.display());
+    let args = ["launch", "big.raw", "--nbd", &nbd];
+    sent.far(&[&args[..], &options].concat()).ok();
+    let mut machine = Client::connect(&socket, "big.raw");
+    machine.read(places[0], 4096).unwrap();
+    drop(machine);
+    sent.unmount(&socket);
+    let shown = sent.far(&["profile", "big.raw", "--json"]).ok().json();
+    assert_eq!(profile_of(&shown[0]).1, 3);
+}
+
 /// The partial file of the only image in transit at the far site.
 fn partial(world: &World) -> Option<File> {
     let mut transfers = fs::read_dir(world.path("far/work/transfers")).ok()?;

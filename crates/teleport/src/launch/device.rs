@@ -152,6 +152,12 @@ impl LaunchDevice {
                     .is_empty())
     }
 
+    /// Whether a range can be read at once. May read tables of a container.
+    #[must_use]
+    pub fn has(&self, offset: u64, length: u64) -> bool {
+        self.launch.is_delivered() || self.lacking(offset, length).is_empty()
+    }
+
     /// Returns when a range can be read, which is asked for ahead of all else. Cancel safe.
     pub async fn arrival(self: Arc<Self>, offset: u64, length: u64) {
         let length = length.min(self.size.saturating_sub(offset));

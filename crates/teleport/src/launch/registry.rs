@@ -17,6 +17,8 @@ pub(crate) struct Launches {
     open: Mutex<HashMap<ImageName, Weak<Launch>>>,
     /// The sessions.
     pub sessions: Arc<Serving>,
+    /// Held while a boot of an image in transit is kept, or an image in transit becomes one of the site with the boots there are.
+    pub boots: Mutex<()>,
 }
 
 impl Launches {

@@ -19,7 +19,7 @@ use crate::TeleportError;
 use crate::files::remove_dir;
 use crate::log::RecordKind;
 use crate::teleporter::ImageEvent;
-use crate::transfer::{Closing, Leftover, Opening, kept_profile};
+use crate::transfer::{Closing, Leftover, Opening};
 
 /// A complete and synced file.
 pub(crate) struct Arrived {
@@ -138,12 +138,13 @@ impl Site {
             return Ok(false);
         }
         record.stamp = Stamp::of_path(&target).ok();
-        if let Some(profile) = kept_profile(&arrived.dir) {
-            self.keep_profile(id, old.as_ref().map(|old| old.id), profile);
-        }
+        // Until it is delivered a boot that ends goes to the transfer, then to the image.
+        let boots = self.launches.boots.lock();
+        self.keep_profiles(id, old.as_ref().map(|old| old.id), &arrived.dir);
         let old = self.enter(&record, named)?;
         drop(changing);
         self.launches.delivered(id, &offer.name, &target);
+        drop(boots);
         self.note_image(&record, sketch);
         self.partials.remove(id);
         remove_dir(&arrived.dir);

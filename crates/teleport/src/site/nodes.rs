@@ -25,7 +25,7 @@ use crate::files::{copy_spans, data_spans, remove_dir};
 use crate::log::is_closed;
 use crate::others::{ASK_EVERY, FENCED, NotHeld, Others};
 use crate::teleporter::ImageEvent;
-use crate::transfer::{PROFILE, inspect};
+use crate::transfer::{BOOTS, PROFILE, inspect};
 use crate::transfers::{TransferState, Unfinished, is_key, is_removed, look};
 
 /// Directory of transfers in a work directory.
@@ -373,8 +373,8 @@ pub(super) fn copy_files(
             false => copy(&part, &to)?,
         }
     }
-    // Neither is ever written to: the file that gets its name back if a rename is undone, and the profile.
-    for name in [REPLACED, PROFILE] {
+    // None is ever written to: the file that gets its name back if a rename is undone, and the profiles.
+    for name in [REPLACED, PROFILE, BOOTS] {
         match fs::hard_link(from.join(name), new.join(name)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
