@@ -1,7 +1,7 @@
 //! What an untrusted destination asks for, ascending, disjoint runs of at most a batch, and which batches it says it has.
 
 use drover_teleport::protocol::BATCH_BLOCKS;
-use drover_teleport::testing::{Have, Need};
+use drover_teleport::testing::{Have, Need, Want};
 
 pub fn run(data: &[u8]) {
     if let Ok(have) = Have::decode(data) {
@@ -18,6 +18,10 @@ pub fn run(data: &[u8]) {
                 .zip(have.batches.iter())
                 .all(|(a, b)| a == b)
         );
+    }
+    if let Ok(want) = Want::decode(data) {
+        assert!(want.runs.count() <= BATCH_BLOCKS);
+        assert_eq!(Want::decode(&want.encode()).as_ref(), Ok(&want));
     }
     let Ok(need) = Need::decode(data) else { return };
     assert!(need.runs.count() <= BATCH_BLOCKS);

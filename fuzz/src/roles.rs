@@ -11,7 +11,7 @@ use drover_store::sequences::From;
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered};
 use drover_teleport::testing::destination::{Action, Destination, Event, Given, ReuseJob, Run};
 use drover_teleport::testing::source::{self, Source};
-use drover_teleport::testing::{Batch, Need, Runs};
+use drover_teleport::testing::{Batch, Need, Runs, Want};
 
 /// Numbers from the input; zeros when it is used up.
 struct Input<'a>(&'a [u8]);
@@ -42,6 +42,13 @@ impl Input<'_> {
         blocks.sort_unstable();
         blocks.dedup();
         blocks.into_iter().collect()
+    }
+
+    fn want(&mut self) -> Want {
+        Want {
+            waited: self.byte() & 1 == 1,
+            runs: self.runs(),
+        }
     }
 }
 
@@ -145,7 +152,7 @@ fn destination(input: &mut Input<'_>) {
                     .collect();
                 Event::Proved { index, wrong }
             }
-            7 => Event::Want(input.runs()),
+            7 => Event::Want(input.want()),
             // As the driver lets them through: blocks that are wanted, and whose batches are not here.
             8 => {
                 let runs = input.runs();
@@ -192,13 +199,13 @@ fn destination(input: &mut Input<'_>) {
                             .all(|b| b / BATCH_BLOCKS < machine.next_batch())
                     );
                 }
-                Action::Want(runs) => {
-                    let mut blocks = runs.blocks();
+                Action::Want(want) => {
+                    let mut blocks = want.runs.blocks();
                     assert!(
                         blocks.all(|b| b < walk_blocks && b / BATCH_BLOCKS >= machine.next_batch())
                     );
                 }
-                Action::Hurry(runs) => assert!(runs.blocks().all(|b| b < walk_blocks)),
+                Action::Hurry(want) => assert!(want.runs.blocks().all(|b| b < walk_blocks)),
                 // The driver ends the transfer.
                 Action::Changed(_) => return,
                 Action::Prove(index) => proofs.push(index),
@@ -245,8 +252,8 @@ fn the_source(input: &mut Input<'_>) {
                 ended = true;
                 source::Event::WalkEnded((input.byte() & 1 == 0).then_some(Digest([1; 32])))
             }
-            5 => source::Event::Want(Need { runs: input.runs() }),
-            6 => source::Event::Hurry(Need { runs: input.runs() }),
+            5 => source::Event::Want(input.want()),
+            6 => source::Event::Hurry(input.want()),
             _ => source::Event::Delivered(Delivered {
                 digest: Digest([input.byte() as u8; 32]),
                 ..Delivered::default()

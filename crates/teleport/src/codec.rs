@@ -11,7 +11,7 @@ mod reader;
 pub(crate) use batch::tests::any_batch;
 pub use batch::{Batch, PROOF_BLOCKS, proofs_of};
 pub use literal::{Literal, LiteralHeader, Packing};
-pub use need::{Have, Need, Runs};
+pub use need::{Have, Need, Runs, Want};
 pub use plan::{decode_plan, encode_plan};
 pub(crate) use reader::Reader;
 

@@ -18,7 +18,7 @@ use drover_index::Via;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, DataBits};
 
-use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs};
+use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs, Want};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
 mod ahead;
@@ -90,7 +90,7 @@ pub enum Event {
     /// A batch that the source did not send, with its data in place: read from an old copy of the disk.
     Taken(Arc<Batch>),
     /// These blocks should come before all others.
-    Want(Runs),
+    Want(Want),
     /// Wanted blocks of batches that have not arrived were written, as the source has sent them.
     Ahead {
         /// Those that are not zeros.
@@ -118,9 +118,9 @@ pub enum Action {
     /// Every block is in place: compare digests, if the source has sent one, and deliver.
     Finish(Option<Digest>),
     /// Ask the source for blocks of batches that have not arrived: it sends each of them.
-    Want(Runs),
-    /// Ask the source to send requested blocks ahead of all others, unless they are on their way.
-    Hurry(Runs),
+    Want(Want),
+    /// Ask the source to send blocks that it was asked for ahead of all others, unless they are on their way.
+    Hurry(Want),
     /// The source has sent this block ahead, and now announces another: the image has changed.
     Changed(u64),
 }
@@ -306,7 +306,7 @@ impl Destination {
             Event::NotComing(job) => self.on_not_coming(&job, actions),
             Event::Written(runs) => self.on_written(&runs, actions)?,
             Event::Proved { index, wrong } => self.on_proved(index, &wrong, actions)?,
-            Event::Want(runs) => self.on_want(&runs, actions),
+            Event::Want(want) => self.on_want(&want, actions),
             Event::Ahead { data, zero } => self.ahead.came(&data, &zero),
             Event::End(digest) => {
                 if self.next != self.batches || self.end.is_some() {
@@ -484,21 +484,28 @@ impl Destination {
         }
     }
 
-    fn on_want(&mut self, runs: &Runs, actions: &mut Vec<Action>) {
+    fn on_want(&mut self, wanted: &Want, actions: &mut Vec<Action>) {
         let (mut want, mut hurry) = (Vec::new(), Vec::new());
-        for block in runs.blocks().filter(|block| *block < self.walk_blocks) {
+        let inside = |block: &u64| *block < self.walk_blocks;
+        for block in wanted.runs.blocks().filter(inside) {
             if block / BATCH_BLOCKS >= self.next {
                 if self.ahead.want(block) {
                     want.push(block);
+                } else if wanted.waited && self.ahead.is_wanted(block) {
+                    // Perhaps nobody waited for it before.
+                    hurry.push(block);
                 }
             } else if self.given(block) == Given::Literal {
                 // What is to be reused is made so at once anyway.
                 hurry.push(block);
             }
         }
-        let parts = |blocks: Vec<u64>| -> Vec<Runs> {
-            let parts = blocks.chunks(BATCH_BLOCKS as usize);
-            parts.map(|part| part.iter().copied().collect()).collect()
+        let parts = |blocks: Vec<u64>| -> Vec<Want> {
+            let want = |part: &[u64]| Want {
+                waited: wanted.waited,
+                runs: part.iter().copied().collect(),
+            };
+            blocks.chunks(BATCH_BLOCKS as usize).map(want).collect()
         };
         actions.extend(parts(want).into_iter().map(Action::Want));
         actions.extend(parts(hurry).into_iter().map(Action::Hurry));

@@ -12,6 +12,8 @@ mod order;
 mod places;
 mod registry;
 mod sessions;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -26,7 +28,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 
-use crate::codec::Runs;
+use crate::codec::{Runs, Want};
 use crate::partials::Partials;
 use crate::protocol::BATCH_BLOCKS;
 use crate::transfer::Opening;
@@ -76,6 +78,8 @@ struct Asked {
     /// Which session.
     session: u64,
     blocks: HashSet<u64>,
+    /// Those that a machine waited for.
+    waited: HashSet<u64>,
 }
 
 /// A launched image, for people and scripts.
@@ -197,7 +201,7 @@ impl Launch {
             if is_reader {
                 reader.get_or_insert_with(|| Reader::of(self));
             }
-            self.ask(&blocks, TOGETHER);
+            self.ask(&blocks, TOGETHER, is_reader);
             tokio::select! {
                 () = changed => {}
                 () = tokio::time::sleep(ASK_AGAIN) => self.forget(&blocks),
@@ -228,11 +232,13 @@ impl Launch {
         let mut asked = self.asked.lock();
         for block in blocks {
             asked.blocks.remove(block);
+            asked.waited.remove(block);
         }
     }
 
-    /// Asks the session for blocks ahead of all others, unless it was asked for them; with each, for all of its group of so many.
-    fn ask(&self, blocks: &[u64], together: u64) {
+    /// Asks the session for blocks ahead of all others, unless it was asked for them as urgently; with each, for all of its group of
+    /// so many. `waited`: a machine waits for them.
+    fn ask(&self, blocks: &[u64], together: u64, waited: bool) {
         let Some((session, want)) = self.sessions.running(self.image) else {
             return;
         };
@@ -245,7 +251,11 @@ impl Launch {
         }
         let end = self.layout.walk_blocks();
         let mut wanted: Vec<u64> = Vec::new();
-        for block in blocks.iter().filter(|block| !asked.blocks.contains(block)) {
+        let known = match waited {
+            true => &asked.waited,
+            false => &asked.blocks,
+        };
+        for block in blocks.iter().filter(|block| !known.contains(block)) {
             let first = block - block % together;
             wanted.extend(first..(first + together).min(end));
         }
@@ -254,12 +264,16 @@ impl Launch {
         for part in wanted.chunks(BATCH_BLOCKS as usize) {
             let runs: Runs = part.iter().copied().collect();
             // If it has too much to do just now, the reader asks again.
-            if want(runs) {
+            if want(Want { waited, runs }) {
                 asked.blocks.extend(part);
+                if waited {
+                    asked.waited.extend(part);
+                }
             }
         }
         if asked.blocks.len() > MAX_ASKED {
             asked.blocks.clear();
+            asked.waited.clear();
         }
     }
 

@@ -51,8 +51,9 @@
 //! FLOCK_DELIVERED takes the place of DELIVERED.
 //!
 //! While a machine runs from the image at the destination, blocks that it waits for overtake everything: WANT asks for blocks
-//! that were perhaps not announced yet, HURRY for some that NEED has asked for. They come as GIVEN on the control connection,
-//! where nothing else of any size is.
+//! that were perhaps not announced yet, HURRY for some that NEED or WANT has asked for. They come as GIVEN on the control connection,
+//! where nothing else of any size is. Blocks that are likely to be read soon, as a profile has it, are asked for by the same frames, and
+//! come after those that a machine waits for.
 //!
 //! The byte layouts of the binary frames are in `docs/format/wire.md`.
 

@@ -2,11 +2,14 @@
 
 use drover_core::Digest;
 
-use crate::codec::{Need, Runs};
+use crate::codec::{Need, Runs, Want};
 use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, WINDOW_BATCHES};
 
+mod gives;
 #[cfg(test)]
 mod tests;
+
+pub use gives::{Gives, take_out};
 
 /// Limit on requests per block, on average. Requesting again a block that did not arrive intact is legitimate;
 /// requesting without end is not.
@@ -40,9 +43,9 @@ pub enum Event {
     /// The destination requests blocks.
     Need(Need),
     /// The destination asks for blocks ahead of all others, announced or not.
-    Want(Need),
-    /// The destination asks for blocks that it has requested ahead of the others.
-    Hurry(Need),
+    Want(Want),
+    /// The destination asks for blocks that it has requested or wanted ahead of the others.
+    Hurry(Want),
     /// A batch is complete at the destination.
     Ack(u64),
     /// The destination has delivered the image.
@@ -61,9 +64,9 @@ pub enum Action {
     /// Have the data connections send these blocks.
     Literals(Runs),
     /// Send these blocks ahead of everything.
-    Give(Runs),
+    Give(Want),
     /// Of these blocks, send those ahead of everything that still wait to be sent.
-    GiveQueued(Runs),
+    GiveQueued(Want),
     /// Send END; without a digest, END_UNREAD.
     End(Option<Digest>),
     /// The image was delivered.
@@ -179,11 +182,11 @@ impl Source {
             }
             Event::Need(need) => self.on_need(need, actions)?,
             Event::Want(want) => {
-                self.count(&want, self.walk_blocks)?;
-                actions.push(Action::Give(want.runs));
+                self.count(&want.runs, self.walk_blocks)?;
+                actions.push(Action::Give(want));
             }
             // What does not wait to be sent costs nothing.
-            Event::Hurry(hurry) => actions.push(Action::GiveQueued(hurry.runs)),
+            Event::Hurry(hurry) => actions.push(Action::GiveQueued(hurry)),
             Event::Ack(index) => self.on_ack(index, actions)?,
             Event::Delivered(delivered) => self.on_delivered(delivered, actions)?,
         }
@@ -203,20 +206,20 @@ impl Source {
     }
 
     fn on_need(&mut self, need: Need, actions: &mut Vec<Action>) -> Result<(), Violation> {
-        self.count(&need, self.known_blocks())?;
+        self.count(&need.runs, self.known_blocks())?;
         actions.push(Action::Literals(need.runs));
         Ok(())
     }
 
     /// Counts requested blocks, of which there are so many to request.
-    fn count(&mut self, need: &Need, known: u64) -> Result<(), Violation> {
-        let end = need.runs.iter().last().map_or(0, |(f, n)| f + n);
+    fn count(&mut self, runs: &Runs, known: u64) -> Result<(), Violation> {
+        let end = runs.iter().last().map_or(0, |(f, n)| f + n);
         if end > known {
             return Err(Violation(format!(
                 "the destination requested block {end}, which was not announced yet"
             )));
         }
-        self.asked_blocks += need.runs.count();
+        self.asked_blocks += runs.count();
         if self.asked_blocks > self.walk_blocks.saturating_mul(MAX_ASKS_PER_BLOCK) {
             return Err(Violation(
                 "the destination requested the same blocks too often".into(),

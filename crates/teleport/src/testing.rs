@@ -1,7 +1,7 @@
 //! Internals of sites and sessions, for tests, benchmarks and fuzzers.
 
 pub use crate::codec::{
-    Batch, Have, Literal, LiteralHeader, Need, PROOF_BLOCKS, Packing, Runs, decode_plan,
+    Batch, Have, Literal, LiteralHeader, Need, PROOF_BLOCKS, Packing, Runs, Want, decode_plan,
     encode_plan, proofs_of,
 };
 pub use crate::compress::{MAX_WINDOW_LOG, Pace, Packer, Unpacker};

@@ -126,6 +126,37 @@ impl Need {
     }
 }
 
+/// Blocks that come ahead of all that nobody waits for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Want {
+    /// A machine waits for them: they come first of these.
+    pub waited: bool,
+    /// Blocks of the walk; at most a batch's worth.
+    pub runs: Runs,
+}
+
+impl Want {
+    /// Encodes it for the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = vec![u8::from(self.waited)];
+        self.runs.put(&mut out);
+        out
+    }
+
+    /// Decodes one.
+    ///
+    /// # Errors
+    /// When the bytes are not exactly one.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut r = Reader::new(bytes, "want");
+        let waited = r.at_most(1)? == 1;
+        let runs = Runs::get(&mut r, BATCH_BLOCKS)?;
+        r.end()?;
+        Ok(Want { waited, runs })
+    }
+}
+
 /// Batches of a walk that the source need not send: the destination has their blocks in an old copy of the disk.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Have {
@@ -191,13 +222,20 @@ mod tests {
             let need = Need { runs: set.iter().copied().collect() };
             prop_assert_eq!(need.runs.count(), set.len() as u64);
             prop_assert!(need.runs.blocks().eq(set.iter().copied()));
-            prop_assert_eq!(Need::decode(&need.encode()), Ok(need));
+            prop_assert_eq!(Need::decode(&need.encode()), Ok(need.clone()));
+            for waited in [false, true] {
+                let want = Want { waited, runs: need.runs.clone() };
+                prop_assert_eq!(Want::decode(&want.encode()), Ok(want));
+            }
         }
 
         #[test]
         fn rubbish_is_refused_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             if let Ok(n) = Need::decode(&bytes) {
                 prop_assert!(n.runs.count() <= BATCH_BLOCKS);
+            }
+            if let Ok(want) = Want::decode(&bytes) {
+                prop_assert!(want.runs.count() <= BATCH_BLOCKS);
             }
             if let Ok(have) = Have::decode(&bytes) {
                 prop_assert!(have.batches.count() <= MAX_HAVE);

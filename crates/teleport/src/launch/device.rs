@@ -241,7 +241,7 @@ fn open_container(launch: &Arc<Launch>) -> Result<VirtualDisk, TeleportError> {
                     let announced = launch.announced();
                     lacking.retain(|block| *block < announced);
                 }
-                launch.ask(&lacking, TOGETHER);
+                launch.ask(&lacking, TOGETHER, !launch.only_orders);
                 std::thread::sleep(OPEN_PAUSE);
             }
         }

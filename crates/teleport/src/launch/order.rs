@@ -247,7 +247,7 @@ impl Order {
             }
             part.asked.get_or_insert_with(Instant::now);
             part.blocks = part.blocks.max(lacking.len());
-            launch.ask(&lacking, 1);
+            launch.ask(&lacking, 1, false);
             true
         });
         self.window = match is_slow {

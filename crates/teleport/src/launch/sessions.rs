@@ -6,10 +6,10 @@ use std::sync::{Arc, Weak};
 use drover_index::ImageId;
 use parking_lot::Mutex;
 
-use crate::codec::Runs;
+use crate::codec::Want;
 
 /// Asks a session for blocks; `false` when it has too much to do.
-pub(crate) type Want = dyn Fn(Runs) -> bool + Send + Sync;
+pub(crate) type Ask = dyn Fn(Want) -> bool + Send + Sync;
 
 /// The sessions, by the image that they receive.
 #[derive(Default)]
@@ -17,7 +17,7 @@ pub(crate) struct Serving(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    running: HashMap<ImageId, (u64, Arc<Want>)>,
+    running: HashMap<ImageId, (u64, Arc<Ask>)>,
     /// When they ended, of images that are watched.
     ended: HashMap<ImageId, i64>,
     last: u64,
@@ -44,11 +44,11 @@ pub(crate) struct Served {
 
 impl Serving {
     /// Lets a session be asked for blocks of its image.
-    pub fn serve(self: &Arc<Self>, image: ImageId, want: Box<Want>) -> Served {
+    pub fn serve(self: &Arc<Self>, image: ImageId, ask: Box<Ask>) -> Served {
         let mut state = self.0.lock();
         state.last += 1;
         let number = state.last;
-        state.running.insert(image, (number, Arc::from(want)));
+        state.running.insert(image, (number, Arc::from(ask)));
         Served {
             of: self.clone(),
             image,
@@ -56,7 +56,7 @@ impl Serving {
     }
 
     /// The session that receives an image, by its number, if there is one.
-    pub fn running(&self, image: ImageId) -> Option<(u64, Arc<Want>)> {
+    pub fn running(&self, image: ImageId) -> Option<(u64, Arc<Ask>)> {
         self.0.lock().running.get(&image).cloned()
     }
 

@@ -17,6 +17,7 @@ use crate::compress::{Effort, MAX_WINDOW_LOG, Pace, Packer, Passed};
 use crate::frames::frame_bytes;
 use crate::progress::Counters;
 use crate::protocol::{FRAME_BLOCKS, kind};
+use crate::source::take_out;
 use crate::stages::{Lap, SourceStages, Stage};
 use crate::walk::read_image;
 
@@ -137,27 +138,9 @@ impl NeedQueue {
     /// Takes back those of some blocks that wait to be sent; returns them.
     pub fn take_back(&self, wanted: &Runs) -> Runs {
         let mut state = self.state.lock();
-        let mut taken = Vec::new();
-        let queued = std::mem::take(&mut state.runs);
-        for (first, count) in queued {
-            let mut at = first;
-            let inside = |(f, n): (u64, u64)| (f.max(first), (f + n).min(first + count));
-            let found = wanted.iter().map(inside).filter(|(from, to)| from < to);
-            for (from, to) in found {
-                if from > at {
-                    state.runs.push_back((at, from - at));
-                }
-                taken.extend(from..to);
-                at = to;
-            }
-            if at < first + count {
-                state.runs.push_back((at, first + count - at));
-            }
-        }
+        let taken = take_out(&mut state.runs, wanted);
         // A block may have been requested more than once.
-        state.backlog -= taken.len() as u64;
-        taken.sort_unstable();
-        taken.dedup();
+        state.backlog = state.runs.iter().map(|(_, count)| count).sum();
         taken.into_iter().collect()
     }
 

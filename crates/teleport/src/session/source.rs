@@ -28,7 +28,7 @@ use self::reading::{Begun, Walked};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
-use crate::codec::{Have, Need};
+use crate::codec::{Have, Need, Want};
 use crate::frames::{CLOSE_LIMIT, frame_bytes, read_frames_after, write_frames};
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
@@ -468,8 +468,8 @@ impl Sender {
                             pool.sample(&runs);
                         }
                     }
-                    Action::Give(runs) => giver.give(&runs),
-                    Action::GiveQueued(runs) => giver.give(&pool.take_back(&runs)),
+                    Action::Give(want) => giver.give(&want),
+                    Action::GiveQueued(want) => giver.hurry(&want, pool.take_back(&want.runs)),
                     Action::End(digest) => {
                         let image = image.clone();
                         let same =
@@ -558,8 +558,8 @@ impl Sender {
         Ok(Heard::Event(match frame.kind {
             kind::HAVE => return Ok(Heard::Have(Have::decode(&frame.payload)?)),
             kind::NEED => Event::Need(Need::decode(&frame.payload)?),
-            kind::WANT => Event::Want(Need::decode(&frame.payload)?),
-            kind::HURRY => Event::Hurry(Need::decode(&frame.payload)?),
+            kind::WANT => Event::Want(Want::decode(&frame.payload)?),
+            kind::HURRY => Event::Hurry(Want::decode(&frame.payload)?),
             kind::ACK => {
                 let index = frame.payload.as_ref().try_into().map(u64::from_le_bytes);
                 Event::Ack(

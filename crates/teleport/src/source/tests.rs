@@ -193,6 +193,32 @@ fn asking_for_what_was_not_announced_is_a_violation() {
 }
 
 #[test]
+fn blocks_are_given_that_the_image_has_whoever_waits_for_them() {
+    let want = |waited, blocks: std::ops::Range<u64>| Want {
+        waited,
+        runs: blocks.collect(),
+    };
+    for waited in [false, true] {
+        // Announced or not.
+        let mut s = started(0, 1);
+        let last = want(waited, BLOCKS - 1..BLOCKS);
+        let actions = handle(&mut s, Event::Want(last.clone())).unwrap();
+        assert_eq!(actions, [Action::Give(last.clone())]);
+        let actions = handle(&mut s, Event::Hurry(last.clone())).unwrap();
+        assert_eq!(actions, [Action::GiveQueued(last.clone())]);
+        let outside = want(waited, BLOCKS - 1..BLOCKS + 1);
+        assert!(handle(&mut s, Event::Want(outside)).is_err());
+        let mut offered = Source::new(BLOCKS);
+        assert!(handle(&mut offered, Event::Want(last)).is_err());
+        // Not for ever, either.
+        let mut s = started(0, 1);
+        let all = || Event::Want(want(waited, 0..BATCH_BLOCKS));
+        let rounds = (0..1000).take_while(|_| handle(&mut s, all()).is_ok());
+        assert!(rounds.count() as u64 * BATCH_BLOCKS <= MAX_ASKS_PER_BLOCK * BLOCKS);
+    }
+}
+
+#[test]
 fn asking_for_ever_is_a_violation() {
     let mut s = started(0, BATCHES);
     let rounds = (0..1000).take_while(|_| handle(&mut s, need(0..BATCH_BLOCKS)).is_ok());

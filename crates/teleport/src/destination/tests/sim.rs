@@ -12,7 +12,9 @@ use fastrand::Rng;
 use super::super::*;
 use crate::codec::{Need, PROOF_BLOCKS, proofs_of};
 use crate::protocol::{Accept, Delivered};
-use crate::source::{self, Source};
+use crate::source::{self, Gives, Source};
+
+mod reads;
 
 /// Stands for the digest of the whole image.
 pub const WHOLE: Digest = Digest([0xee; 32]);
@@ -123,7 +125,9 @@ struct Session {
     to_source: VecDeque<source::Event>,
     literals: Vec<Runs>,
     /// On the control connection.
-    gives: VecDeque<Runs>,
+    gives: Gives,
+    /// What it is to send there, and whether a machine waits for it.
+    to_give: HashMap<u64, bool>,
     wanted: HashSet<u64>,
     questions: Vec<Arc<Batch>>,
     jobs: Vec<ReuseJob>,
@@ -396,9 +400,12 @@ impl World {
                 }
                 source::Action::End(digest) => s.to_destination.push_back(Event::End(digest)),
                 source::Action::Skip(_) => unreachable!("it is not told what to skip"),
-                source::Action::Give(runs) => s.gives.push_back(runs),
-                source::Action::GiveQueued(runs) => {
-                    let hurried: HashSet<u64> = runs.blocks().collect();
+                source::Action::Give(want) => {
+                    s.to_be_given(want.waited, want.runs.blocks());
+                    s.gives.give(&want);
+                }
+                source::Action::GiveQueued(want) => {
+                    let hurried: HashSet<u64> = want.runs.blocks().collect();
                     let mut back = Vec::new();
                     for frame in &mut s.literals {
                         let (now, later) = frame.blocks().partition(|b| hurried.contains(b));
@@ -409,9 +416,7 @@ impl World {
                     }
                     s.literals.retain(|frame| !frame.is_empty());
                     back.sort_unstable();
-                    if !back.is_empty() {
-                        s.gives.push_back(back.into_iter().collect());
-                    }
+                    s.hurried(&want, back);
                 }
                 source::Action::Literals(runs) => split(&mut self.rng, &runs, &mut s.literals),
                 source::Action::Done(_) => s.done = true,
@@ -472,8 +477,8 @@ impl World {
                 }
                 self.session.to_source.push_back(source::Event::Need(need));
             }
-            Action::Want(runs) => {
-                let want = Need::decode(&Need { runs }.encode()).unwrap();
+            Action::Want(want) => {
+                let want = Want::decode(&want.encode()).unwrap();
                 for block in want.runs.blocks() {
                     let s = &mut self.session;
                     assert!(block / BATCH_BLOCKS >= s.destination.next_batch());
@@ -481,8 +486,7 @@ impl World {
                 }
                 self.session.to_source.push_back(source::Event::Want(want));
             }
-            Action::Hurry(runs) => {
-                let hurry = Need { runs };
+            Action::Hurry(hurry) => {
                 for block in hurry.runs.blocks() {
                     let s = &self.session;
                     assert!(s.asked.contains(&block) || s.wanted.contains(&block));
@@ -695,49 +699,6 @@ impl World {
         self.disk.unsynced.entry(block).or_insert(before);
     }
 
-    /// A machine reads some of the image.
-    fn read(&mut self) {
-        let first = self.rng.u64(0..self.image.len() as u64);
-        let end = (first + self.rng.u64(1..40)).min(self.image.len() as u64);
-        let skip = self.rng.u64(1..4);
-        let runs = (first..end).filter(|b| b % skip == 0).collect();
-        self.destination(Event::Want(runs));
-    }
-
-    /// A frame of the control connection arrives.
-    fn given_arrives(&mut self) {
-        let runs = self.session.gives.pop_front().unwrap();
-        let (mut data, mut zero, mut announced) = (Vec::new(), Vec::new(), Vec::new());
-        for block in runs.blocks() {
-            self.session.wanted.remove(&block);
-            let content = self.image[block as usize];
-            match self.session.destination.given(block) {
-                Given::Useless => continue,
-                Given::Literal => {
-                    self.session.asked.insert(block);
-                    self.session.verified[block as usize] = true;
-                    announced.push(block);
-                }
-                Given::Ahead => {
-                    self.ahead.insert(block);
-                    match content {
-                        0 => zero.push(block),
-                        _ => data.push(block),
-                    }
-                }
-            }
-            self.given += 1;
-            // Where the file has zeros anyway nothing is written.
-            if content != self.disk.part[block as usize] {
-                self.write(block, content);
-            }
-        }
-        let runs = |blocks: Vec<u64>| -> Runs { blocks.into_iter().collect() };
-        let (data, zero) = (runs(data), runs(zero));
-        self.destination(Event::Ahead { data, zero });
-        self.destination(Event::Written(runs(announced)));
-    }
-
     /// A data connection's frame arrives and is verified as in a real data connection.
     fn literal_arrives(&mut self) {
         let at = self.rng.usize(0..self.session.literals.len());
@@ -765,7 +726,8 @@ impl Session {
             to_destination: VecDeque::new(),
             to_source: VecDeque::new(),
             literals: Vec::new(),
-            gives: VecDeque::new(),
+            gives: Gives::default(),
+            to_give: HashMap::new(),
             wanted: HashSet::new(),
             questions: Vec::new(),
             jobs: Vec::new(),

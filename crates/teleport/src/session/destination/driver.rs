@@ -22,7 +22,7 @@ use super::reuse::{self, Job, Work};
 use super::taken::Known;
 use super::{flock, waits};
 use crate::TeleportError;
-use crate::codec::{Batch, Need, proofs_of};
+use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, ReuseJob, Run};
 use crate::flock::ImageState;
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, Origins, kind};
@@ -65,8 +65,8 @@ pub fn drive(
         lap: Lap::start(),
     };
     let asked = driver.prepared.incoming.events.clone();
-    let want = move |runs| {
-        let want = DriverEvent::Machine(Event::Want(runs));
+    let want = move |want| {
+        let want = DriverEvent::Machine(Event::Want(want));
         asked.try_send(want).is_ok()
     };
     let image = driver.prepared.transfer.image();
@@ -346,8 +346,8 @@ impl Driver<'_> {
             }
             Action::Complete(index) => self.complete(index)?,
             Action::Finish(digest) => self.finish = Some(digest),
-            Action::Want(runs) => self.say(kind::WANT, Need { runs }.encode())?,
-            Action::Hurry(runs) => self.say(kind::HURRY, Need { runs }.encode())?,
+            Action::Want(want) => self.say(kind::WANT, want.encode())?,
+            Action::Hurry(want) => self.say(kind::HURRY, want.encode())?,
             Action::Changed(block) => return Err(TeleportError::NotAnnounced(block)),
         }
         Ok(())

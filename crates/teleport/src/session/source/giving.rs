@@ -1,7 +1,7 @@
 //! Blocks that go ahead of everything: because a machine waits for them at the destination, or a profile names them. They
-//! have the control connection, where nothing waits before them; the data connections are held back meanwhile.
+//! have the control connection, where nothing waits before them; the data connections are held back meanwhile. Which comes next is
+//! decided when there is room for it, so that one that a machine waits for overtakes the others ([`Gives`]).
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,12 +12,13 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::mpsc;
 
 use crate::TeleportError;
-use crate::codec::{LiteralHeader, Runs};
+use crate::codec::{LiteralHeader, Runs, Want};
 use crate::compress::{Effort, Packer};
 use crate::frames::frame_bytes;
 use crate::progress::Counters;
 use crate::protocol::{GIVEN_BLOCKS, kind};
 use crate::session::literals_out::NeedQueue;
+use crate::source::Gives;
 use crate::walk::read_image;
 
 /// How they are compressed: each frame is short, and somebody waits for it.
@@ -26,7 +27,7 @@ const EFFORT: Effort = Effort::Zstd(2);
 /// The largest window of the stream, as a power of two.
 const WINDOW_LOG: u32 = 20;
 
-/// Frames that may wait for the control connection's socket: what is asked for later may be more urgent.
+/// Frames that may wait for the control connection's socket.
 const MAX_OUT: usize = 2;
 
 /// Interval at which that is looked at.
@@ -48,7 +49,7 @@ struct Queue {
 
 #[derive(Default)]
 struct State {
-    runs: VecDeque<(u64, u64)>,
+    gives: Gives,
     closed: bool,
 }
 
@@ -89,11 +90,23 @@ impl Giver {
     }
 
     /// Sends these blocks. Must be called within a runtime.
-    pub fn give(&self, runs: &Runs) {
-        if runs.is_empty() {
+    pub fn give(&self, want: &Want) {
+        self.change(|gives| gives.give(want));
+    }
+
+    /// Sends those of these blocks sooner that it is to send, and `back`, which were to be sent otherwise. Must be called within a
+    /// runtime.
+    pub fn hurry(&self, want: &Want, back: Runs) {
+        self.change(|gives| gives.hurry(want, back));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Gives)) {
+        let mut state = self.queue.state.lock();
+        change(&mut state.gives);
+        if state.gives.is_empty() {
             return;
         }
-        self.queue.state.lock().runs.extend(runs.iter());
+        drop(state);
         self.queue.more.notify_one();
         if let Some((thread, failed)) = self.thread.lock().take() {
             tokio::task::spawn_blocking(move || {
@@ -123,34 +136,24 @@ impl Drop for Giver {
 }
 
 impl Queue {
-    /// The blocks of the next frame, in ascending order; `None` at the end.
-    fn next(&self, needs: &NeedQueue) -> Option<Runs> {
+    /// Waits until there are blocks; `false` at the end.
+    fn wait(&self, needs: &NeedQueue) -> bool {
         let mut state = self.state.lock();
-        if state.runs.is_empty() {
+        if state.gives.is_empty() {
             needs.hold(false);
         }
-        while state.runs.is_empty() && !state.closed {
+        while state.gives.is_empty() && !state.closed {
             self.more.wait(&mut state);
         }
-        if state.closed {
-            return None;
+        if !state.closed {
+            needs.hold(true);
         }
-        needs.hold(true);
-        let mut out = Runs::default();
-        let (mut left, mut end) = (GIVEN_BLOCKS as u64, 0);
-        while left > 0
-            && let Some((first, count)) = state.runs.front_mut()
-            && *first >= end
-        {
-            let n = (*count).min(left);
-            out.push(*first, n);
-            (end, left) = (*first + n, left - n);
-            (*first, *count) = (*first + n, *count - n);
-            if *count == 0 {
-                state.runs.pop_front();
-            }
-        }
-        Some(out)
+        !state.closed
+    }
+
+    /// The blocks of the next frame.
+    fn next(&self) -> Runs {
+        self.state.lock().gives.next().unwrap_or_default()
     }
 }
 
@@ -158,7 +161,13 @@ impl Thread {
     fn run(&self) -> Result<(), TeleportError> {
         let mut packer = Packer::new(WINDOW_LOG);
         let mut buffer = vec![0u8; GIVEN_BLOCKS * BLOCK_SIZE];
-        while let Some(runs) = self.queue.next(&self.needs) {
+        while self.queue.wait(&self.needs) {
+            // What is asked for while the socket is busy may be more urgent.
+            while self.out.max_capacity() - self.out.capacity() >= MAX_OUT && !self.out.is_closed()
+            {
+                std::thread::sleep(OUT_PAUSE);
+            }
+            let runs = self.queue.next();
             let mut at = 0;
             for (first, count) in runs.iter() {
                 let end = at + count as usize * BLOCK_SIZE;
@@ -178,10 +187,6 @@ impl Thread {
             payload.extend_from_slice(&packed);
             Counters::add(&self.counters.sent_blocks, runs.count());
             Counters::add(&self.counters.data_bytes, frame_bytes(payload.len()));
-            while self.out.max_capacity() - self.out.capacity() >= MAX_OUT && !self.out.is_closed()
-            {
-                std::thread::sleep(OUT_PAUSE);
-            }
             let frame = Frame::new(kind::GIVEN, payload);
             if self.out.blocking_send(frame).is_err() {
                 return Ok(());
