@@ -287,3 +287,60 @@ fn an_image_of_an_atomic_flock_is_launched_before_it_has_its_name() {
     let changes = world.run("far", &["changes", "--json"]).ok().json();
     assert_eq!(changes[0]["changed_bytes"], 8192, "{changes:?}");
 }
+
+#[test]
+fn a_flock_file_names_the_profile_of_an_image() {
+    let world = World::new();
+    let far = world.pair();
+    image(&world, "a.img", 1, 11);
+    image(&world, "b.img", 1, 12);
+    // A boot of a disk with the same files, recorded into a file; then one of another disk.
+    let record = |disk: &str, profile: &str, blocks: &[u64]| {
+        let socket = world.path("s");
+        let listen = format!("unix:{}", socket.display());
+        let disk = format!("file:{}", world.path(disk).display());
+        let profile = world.path(profile).display().to_string();
+        let args = ["export", &disk, "--nbd", &listen, "--background"];
+        world
+            .run("near", &[&args[..], &["--record", &profile]].concat())
+            .ok();
+        let mut machine = Client::connect(&socket, "");
+        for block in blocks {
+            machine.read(block * 4096, 4096).unwrap();
+        }
+        drop(machine);
+        let socket = socket.display().to_string();
+        until("the client has left", || {
+            world.run("near", &["unmount", &socket]).code == Some(0)
+        });
+    };
+    let read = [900, 17, 1200];
+    record("b.img", "boot.profile", &read);
+    world.image("other.img", 99, 2000);
+    record("other.img", "other.profile", &[3, 4]);
+    let text = "name = \"shop\"\n[[image]]\npath = \"a.img\"\nprofile = \"boot.profile\"\n[[image]]\npath = \"b.img\"\nprofile = \"other.profile\"\n";
+    fs::write(world.path("shop.toml"), text).unwrap();
+    let sent = world.run("near", &["send", "--flock-file", "shop.toml", "far"]);
+    let sent = sent.ok();
+    let said = sent.out.clone() + &sent.err;
+    assert!(
+        said.contains("its profile is sent along: 12.0 KiB, 1 boot"),
+        "{said}"
+    );
+    assert!(
+        said.contains("its profile is not sent along") && said.contains("of another disk"),
+        "{said}"
+    );
+    let shown = world.run("far", &["profile", "a.img", "--json"]).ok();
+    let shown = shown.json();
+    let regions = shown[0]["regions"].as_array().unwrap().iter();
+    let blocks = regions.map(|region| region["offset"].as_u64().unwrap() / 4096);
+    assert!(blocks.eq(read), "{shown:?}");
+    assert_eq!(shown[0]["boots"], 1);
+    // A file that is no profile is refused before anything is sent.
+    fs::write(world.path("boot.profile"), "no profile").unwrap();
+    world
+        .run("near", &["send", "--flock-file", "shop.toml", "far"])
+        .fails(2, &["shop.toml: boot.profile", "profile"]);
+    drop(far);
+}
