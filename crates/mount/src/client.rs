@@ -34,7 +34,7 @@ use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{Coding, Opened, Reply, Request};
 
-pub use connector::{ConnectError, Connecting, Connector};
+pub use connector::{ConnectError, Connecting, Connector, Leaving};
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
 
 use inner::{CLOSE_WAIT, ClientState, Inner, Rate, ReplyTo};

@@ -1,6 +1,6 @@
 //! Connections of a mount to a peer.
 
-use drover_mount::client::{ConnectError, Connecting, Connector};
+use drover_mount::client::{ConnectError, Connecting, Connector, Leaving};
 use drover_net::{ConnectOptions, Identity, Route};
 use drover_store::Peer;
 
@@ -43,5 +43,9 @@ impl Connector for PeerConnector {
                 ..ConnectError::lost(e.to_string())
             })
         })
+    }
+
+    fn leave(&self) -> Leaving<'_> {
+        Box::pin(self.route.leave())
     }
 }

@@ -7,6 +7,7 @@ use std::process::{Child, Stdio};
 use drover_store::testing::PostgresServer;
 use serde_json::Value;
 
+use crate::mount::client::Client;
 use crate::world::{Site, World, own_address, same, signal, until, wait};
 
 /// Two homes of one site.
@@ -255,6 +256,66 @@ fn a_write_lease_at_one_node_keeps_the_image_also_when_that_node_is_gone() {
     world.run(there, &["nodes", "remove", here, "--yes"]).ok();
     rm().ok();
     assert!(!cluster.image("web.img").exists());
+}
+
+#[test]
+fn a_mount_that_a_node_refuses_goes_to_the_node_that_has_the_image() {
+    let Some(cluster) = Cluster::new() else {
+        return;
+    };
+    let world = &cluster.world;
+    let _a = cluster.serve("a");
+    let b = cluster.serve("b");
+    world
+        .run("near", &["pair", &b.ticket, "--name", "far"])
+        .ok();
+    world.image("web.img", 6, 100);
+    world.run("near", &["send", "web.img", "far"]).ok();
+    for home in ["a", "b"] {
+        until("it knows the image", || {
+            world.run(home, &["verify", "web.img"]).code == Some(0)
+        });
+    }
+    // What is written through one node stays there.
+    let mount = |home: &str, socket: &str, options: &[&str]| {
+        let path = world.path(socket);
+        let listen = format!("unix:{}", path.display());
+        let args = ["export", "far:web.img", "--nbd", &listen, "--background"];
+        world.run(home, &[&args[..], options].concat()).ok();
+        Client::connect(&path, "web.img")
+    };
+    let unmount = |home: &str, socket: &str| {
+        let path = world.path(socket).display().to_string();
+        until("the client has left", || {
+            world.run(home, &["unmount", &path]).code == Some(0)
+        });
+    };
+    let mut machine = mount("near", "s", &[]);
+    machine.write(8192, &[7; 4096]).unwrap();
+    machine.flush().unwrap();
+    drop(machine);
+    unmount("near", "s");
+    let changed = |home: &str| {
+        let changes = world.run(home, &["changes", "--json"]).ok().json();
+        !changes.is_empty()
+    };
+    let at: Vec<&str> = ["a", "b"]
+        .into_iter()
+        .filter(|home| changed(home))
+        .collect();
+    let [here] = at[..] else {
+        panic!("changes at {at:?}")
+    };
+    // Another peer, which is told of the other node first.
+    let there = if here == "a" { "b" } else { "a" };
+    let ticket = world.run(there, &["ticket", "--can", "read"]).ok().out;
+    world
+        .run("next", &["pair", ticket.trim(), "--name", "far"])
+        .ok();
+    let mut machine = mount("next", "t", &["--read-only"]);
+    assert!(machine.read(8192, 4096).unwrap() == [7; 4096]);
+    drop(machine);
+    unmount("next", "t");
 }
 
 #[test]

@@ -61,7 +61,16 @@ impl From<NetError> for ConnectError {
 pub trait Connector: Send + Sync {
     /// Connects. Nothing has been sent on the connection yet.
     fn connect(&self) -> Connecting<'_>;
+
+    /// The site has refused to open the device for now, where the last connection went to: if it has other addresses, the next one
+    /// tries those first.
+    fn leave(&self) -> Leaving<'_> {
+        Box::pin(std::future::ready(()))
+    }
 }
+
+/// A way that is left.
+pub type Leaving<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
 /// A connection in progress.
 pub type Connecting<'a> =

@@ -121,8 +121,26 @@ pub async fn first(
     }
 }
 
-/// Starts opening all connections and returns when the front one is open.
+/// Starts opening all connections and returns when the front one is open. If the site refuses that for now, the next attempt goes
+/// to another of its addresses, if it has any: another of its nodes may have the image.
 pub async fn attempt(
+    connector: &Arc<dyn Connector>,
+    options: &Options,
+    expected: Option<Identity>,
+    link: u64,
+    requests: &[Request],
+) -> Result<(OpenConnection, OpeningConnections), ConnectError> {
+    let tried = open_all(connector, options, expected, link, requests).await;
+    if let Err(error) = &tried
+        && error.code.is_some()
+        && !error.fatal
+    {
+        connector.leave().await;
+    }
+    tried
+}
+
+async fn open_all(
     connector: &Arc<dyn Connector>,
     options: &Options,
     expected: Option<Identity>,
