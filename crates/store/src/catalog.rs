@@ -1,5 +1,6 @@
 //! The catalog interface: a site's database of images, independent of the database engine.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
 use drover_core::{Digest, ImageName};
@@ -59,6 +60,15 @@ impl ImageRecord {
     }
 }
 
+/// What is known of the images of a catalog that others change as well.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Known {
+    /// The number of the last change of the catalog.
+    pub(crate) revision: Option<i64>,
+    /// The checksums of the images, by name.
+    pub(crate) sums: HashMap<String, i64>,
+}
+
 /// The catalog of a site. Calls are short transactions, safe from any thread.
 pub trait Catalog: Send + Sync {
     /// Allocates an ID that no image of this site has had.
@@ -72,6 +82,16 @@ pub trait Catalog: Send + Sync {
     /// # Errors
     /// As above.
     fn images(&self) -> Result<Vec<ImageRecord>, CatalogError>;
+
+    /// Brings what is known of the images up to date, and returns those that have changed; `None` if nothing has.
+    ///
+    /// # Errors
+    /// As above.
+    fn changed(&self, known: &mut Known) -> Result<Option<Vec<ImageRecord>>, CatalogError> {
+        let all = self.images()?;
+        known.sums = all.iter().map(|r| (r.name.to_string(), 0)).collect();
+        Ok(Some(all))
+    }
 
     /// The image of that name.
     ///

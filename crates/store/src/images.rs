@@ -12,7 +12,7 @@ use drover_storage::make_private_dir;
 use parking_lot::{Mutex, RwLock};
 
 use crate::StoreError;
-use crate::catalog::{Catalog, ImageRecord};
+use crate::catalog::{Catalog, ImageRecord, Known};
 use crate::imagemap::ImageMap;
 use crate::profile::Profiles;
 
@@ -28,6 +28,14 @@ pub struct OpenImage {
     pub map: ImageMap,
 }
 
+/// What the catalog had when it was last looked at for changes.
+#[derive(Default)]
+struct Seen {
+    known: Known,
+    /// Whose names they are.
+    ids: HashMap<ImageName, ImageId>,
+}
+
 /// The images of a site. See the module's documentation.
 pub struct Images {
     catalog: Arc<dyn Catalog>,
@@ -39,7 +47,7 @@ pub struct Images {
     /// Images whose maps are missing or damaged.
     lost: Mutex<HashSet<ImageId>>,
     /// Locked from when the catalog is read or changed until `records` says the same.
-    changing: Mutex<()>,
+    changing: Mutex<Seen>,
 }
 
 impl Images {
@@ -80,20 +88,30 @@ impl Images {
         Ok(images)
     }
 
-    /// Reads the catalog again, which another node may have changed. Returns the images that left, and those that came.
+    /// Reads what has changed in the catalog, where another node may have changed it. Returns the images that left, and those that came.
     ///
     /// # Errors
     /// When the catalog cannot be read.
     pub fn refresh(&self) -> Result<(Vec<ImageId>, Vec<ImageId>), StoreError> {
-        let _changing = self.changing.lock();
-        let listed = self.catalog.images()?;
-        let now: HashMap<_, _> = listed.into_iter().map(|r| (r.id, r)).collect();
+        let mut seen = self.changing.lock();
+        let seen = &mut *seen;
+        let Some(changed) = self.catalog.changed(&mut seen.known)? else {
+            return Ok((Vec::new(), Vec::new()));
+        };
         let mut records = self.records.write();
-        let gone = records.keys().filter(|id| !now.contains_key(id));
-        let gone: Vec<ImageId> = gone.copied().collect();
-        let new = now.keys().filter(|id| !records.contains_key(id));
-        let new = new.copied().collect();
-        *records = now;
+        let mut new = Vec::new();
+        for record in changed {
+            let (name, id) = (record.name.clone(), record.id);
+            seen.ids.insert(name, id);
+            if records.insert(id, record).is_none() {
+                new.push(id);
+            }
+        }
+        let sums = &seen.known.sums;
+        seen.ids.retain(|name, _| sums.contains_key(name.as_str()));
+        let is_gone = |r: &&ImageRecord| seen.ids.get(&r.name) != Some(&r.id);
+        let gone: Vec<ImageId> = records.values().filter(is_gone).map(|r| r.id).collect();
+        gone.iter().for_each(|id| drop(records.remove(id)));
         drop(records);
         gone.iter().for_each(|id| self.close(*id));
         Ok((gone, new))

@@ -57,7 +57,7 @@ pub mod space;
 pub mod testing;
 
 pub use blockmap::{BlockMap, DataBits, ENTRY_BLOCKS};
-pub use catalog::{Catalog, ImageRecord, MAX_SHARED};
+pub use catalog::{Catalog, ImageRecord, Known, MAX_SHARED};
 pub use catalog_error::CatalogError;
 pub use error::StoreError;
 pub use grant::Grant;

@@ -1,14 +1,32 @@
 //! Images in the catalog of a site.
 
+use std::collections::HashMap;
+
 use drover_core::ImageName;
 use drover_index::ImageId;
 use rusqlite::types::Value;
 
 use super::SiteCatalog;
 use super::rows::{NEXT_ID, Setting};
-use super::table::{Row, RowError};
-use crate::catalog::{Catalog, ImageRecord};
+use super::seal::Seal;
+use super::table::{Row, RowError, SUM, Tables};
+use crate::catalog::{Catalog, ImageRecord, Known};
 use crate::catalog_error::Result;
+
+/// If more images have changed, all are read at once.
+const MAX_ONE_BY_ONE: usize = 64;
+
+/// The checksums of all images, by name.
+fn sums(c: &dyn Tables) -> Result<HashMap<String, i64>, RowError> {
+    let found = c.select(ImageRecord::TABLE, &[ImageRecord::COLUMNS[0], SUM], None)?;
+    let sum = |values: Result<Vec<Value>, RowError>| match values?.as_slice() {
+        [Value::Text(name), Value::Integer(sum)] => Ok((name.clone(), *sum)),
+        _ => Err(RowError::Damaged(
+            "an image without a name or checksum".into(),
+        )),
+    };
+    found.into_iter().map(sum).collect()
+}
 
 impl Catalog for SiteCatalog {
     fn new_image_id(&self) -> Result<ImageId> {
@@ -36,6 +54,32 @@ impl Catalog for SiteCatalog {
 
     fn images(&self) -> Result<Vec<ImageRecord>> {
         self.read("listing images", ImageRecord::all)
+    }
+
+    fn changed(&self, known: &mut Known) -> Result<Option<Vec<ImageRecord>>> {
+        let found = self.read("looking for changed images", |c| {
+            // Before the rows: what changes meanwhile is read again.
+            let revision = Seal::load(c)?.revision;
+            if known.revision == Some(revision) {
+                return Ok(None);
+            }
+            let sums = sums(c)?;
+            let is_new = |(name, sum): &(&String, &i64)| known.sums.get(*name) != Some(*sum);
+            let new: Vec<&String> = sums.iter().filter(is_new).map(|(name, _)| name).collect();
+            let changed = match new.len() > MAX_ONE_BY_ONE {
+                true => ImageRecord::all(c)?,
+                false => {
+                    let one = |name: &String| ImageRecord::get(c, name).transpose();
+                    new.into_iter().filter_map(one).collect::<Result<_, _>>()?
+                }
+            };
+            let revision = Some(revision);
+            Ok(Some((Known { revision, sums }, changed)))
+        })?;
+        Ok(found.map(|(now, changed)| {
+            *known = now;
+            changed
+        }))
     }
 
     fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>> {

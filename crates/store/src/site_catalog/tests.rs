@@ -1,6 +1,8 @@
 //! What a catalog does, whatever its database is.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 #[cfg(feature = "postgres")]
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -12,7 +14,8 @@ use drover_net::PeerKey;
 use tempfile::TempDir;
 
 use super::*;
-use crate::catalog::{Catalog, ImageRecord};
+use crate::Images;
+use crate::catalog::{Catalog, ImageRecord, Known};
 
 mod rights;
 
@@ -93,6 +96,7 @@ on_each_database! {
     tickets_do_not_pile_up,
     names_of_peers_are_unique_and_keys_too,
     several_users_at_once_see_every_change,
+    what_others_changed_is_read_and_nothing_else,
     a_ticket_gives_what_it_says_also_to_a_peer_that_is_known,
     a_used_ticket_does_not_bring_rights_back,
     tickets_are_listed_and_revoked,
@@ -177,6 +181,66 @@ fn rows_survive_closing_and_reopening(place: &Place) {
         Some("10.0.0.1:7377")
     );
     assert_eq!(catalog.setting("nothing").unwrap(), None);
+}
+
+fn what_others_changed_is_read_and_nothing_else(place: &Place) {
+    let (ours, theirs) = (place.open(), place.open());
+    filled(&theirs);
+    let mut known = Known::default();
+    let names = |changed: Option<Vec<ImageRecord>>| {
+        changed.map(|all| Vec::from_iter(all.into_iter().map(|r| r.name.to_string())))
+    };
+    let all = names(ours.changed(&mut known).unwrap()).unwrap();
+    assert_eq!((all.len(), known.sums.len()), (5, 5));
+    // One row is read, and says that nothing has changed.
+    assert_eq!(ours.changed(&mut known).unwrap(), None);
+    theirs.put(&image("image-2.img", 20)).unwrap();
+    theirs
+        .remove(&ImageName::new("image-4.img").unwrap())
+        .unwrap();
+    theirs.put(&image("new.img", 21)).unwrap();
+    let mut changed = names(ours.changed(&mut known).unwrap()).unwrap();
+    changed.sort();
+    assert_eq!(changed, ["image-2.img", "new.img"]);
+    assert!(!known.sums.contains_key("image-4.img"));
+    // What is no image changes no image.
+    theirs.set_setting("addresses", "10.0.0.2:1").unwrap();
+    assert_eq!(names(ours.changed(&mut known).unwrap()), Some(vec![]));
+    for n in 0..100 {
+        theirs.put(&image(&format!("many-{n}"), 100 + n)).unwrap();
+    }
+    assert!(ours.changed(&mut known).unwrap().unwrap().len() >= 100);
+
+    // The images that a node knows are those of the catalog, whoever changed what in between.
+    let dir = TempDir::new().unwrap();
+    let shared = |n: u8| {
+        let catalog = Arc::new(place.open());
+        Images::open_shared(catalog, dir.path().join(n.to_string())).unwrap()
+    };
+    let nodes = [shared(0), shared(1)];
+    let mut random = fastrand::Rng::with_seed(7);
+    for id in 1000..1100 {
+        let name = format!("image-{}.img", random.u8(1..7));
+        let name = ImageName::new(name).unwrap();
+        let node = &nodes[random.usize(0..2)];
+        match random.u8(0..4) {
+            0 => drop(node.remove(&name).unwrap()),
+            1 => node.reread(&name).unwrap(),
+            _ => drop(node.put(&image(name.as_str(), id)).unwrap()),
+        }
+        let looks = &nodes[random.usize(0..2)];
+        let before: HashSet<ImageId> = looks.list().iter().map(|r| r.id).collect();
+        let (gone, new) = looks.refresh().unwrap();
+        let sorted = |mut all: Vec<ImageRecord>| {
+            all.sort_by(|a, b| a.name.cmp(&b.name));
+            all
+        };
+        let listed = sorted(looks.list());
+        assert_eq!(listed, sorted(theirs.images().unwrap()));
+        let now: HashSet<ImageId> = listed.iter().map(|r| r.id).collect();
+        assert_eq!(gone.into_iter().collect::<HashSet<_>>(), &before - &now);
+        assert_eq!(new.into_iter().collect::<HashSet<_>>(), &now - &before);
+    }
 }
 
 fn an_image_replaces_the_one_of_its_name_and_numbers_never_come_back(place: &Place) {
