@@ -144,14 +144,20 @@ impl Node {
             wake: Condvar::new(),
             setting,
         });
-        let weak = Arc::downgrade(&node);
         let every = renew_every(node.setting.term);
-        let thread = std::thread::Builder::new().name("node".into());
-        let started = thread.spawn(move || care(&weak, every));
-        started.map_err(CatalogError::file(
-            "start a thread for",
-            &node.setting.images,
-        ))?;
+        // What the others have left takes as long as it takes: the term does not wait for it.
+        for (name, work) in [
+            ("term", keep as fn(&Weak<Node>, Duration)),
+            ("node", care as fn(&Weak<Node>, Duration)),
+        ] {
+            let weak = Arc::downgrade(&node);
+            let thread = std::thread::Builder::new().name(name.into());
+            let started = thread.spawn(move || work(&weak, every));
+            started.map_err(CatalogError::file(
+                "start a thread for",
+                &node.setting.images,
+            ))?;
+        }
         Ok(node)
     }
 
@@ -272,8 +278,8 @@ impl Node {
         }
     }
 
-    /// Asks for the term to be prolonged; false without the directory of images.
-    fn renew(&self) -> bool {
+    /// Asks for the term to be prolonged, if the directory of images is there.
+    fn renew(&self) {
         let asked = clock();
         // A disk that does not answer is no reason to keep the term.
         if !self.setting.has_directory() {
@@ -281,7 +287,7 @@ impl Node {
                 "the directory of images {} is another one now: is its file system mounted?",
                 self.setting.images.display()
             );
-            return false;
+            return;
         }
         match self.nodes.renew(self.token()) {
             Ok(Some(state)) => {
@@ -294,7 +300,6 @@ impl Node {
             Ok(None) => self.term.lock().lose(),
             Err(e) => tracing::debug!("the term is not prolonged: {e}"),
         }
-        true
     }
 
     /// Takes over from nodes whose terms are over.
@@ -322,25 +327,33 @@ impl Node {
     }
 }
 
+impl Node {
+    /// Waits for so long; false when the term has ended.
+    fn pause(&self, every: Duration) -> bool {
+        let mut ended = self.ended.lock();
+        if !*ended {
+            self.wake.wait_for(&mut ended, every);
+        }
+        !*ended && !self.is_lost()
+    }
+}
+
 /// Renews the term of a node until it ends.
+fn keep(node: &Weak<Node>, every: Duration) {
+    while let Some(node) = node.upgrade()
+        && node.pause(every)
+    {
+        node.renew();
+    }
+}
+
+/// Does what is due beside it, while it has a term.
 fn care(node: &Weak<Node>, every: Duration) {
     let mut rounds = 0u32;
-    loop {
-        let Some(node) = node.upgrade() else { return };
-        {
-            let mut ended = node.ended.lock();
-            if !*ended {
-                node.wake.wait_for(&mut ended, every);
-            }
-            if *ended {
-                return;
-            }
-        }
-        let is_there = node.renew();
-        if node.is_lost() {
-            return;
-        }
-        if !is_there || !node.holds() {
+    while let Some(node) = node.upgrade()
+        && node.pause(every)
+    {
+        if !node.holds() || !node.setting.has_directory() {
             continue;
         }
         node.pay();
@@ -500,3 +513,6 @@ impl Others for Among {
         self.node.holds() && !self.node.drains.load(Ordering::Relaxed)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -72,9 +72,12 @@ impl Nodes {
     /// # Errors
     /// As above.
     pub fn renew(&self, token: &str) -> Result<Option<NodeState>> {
-        self.run("prolonging the term of this node", |t, now| {
-            Ok(t.renew(token, now))
-        })
+        let renew = |t: &mut Table, now| Ok(t.renew(token, now));
+        let doing = "prolonging the term of this node";
+        #[cfg(feature = "postgres")]
+        return self.table.run_for_term(doing, renew);
+        #[cfg(not(feature = "postgres"))]
+        self.run(doing, renew)
     }
 
     /// See [`Table::advertise`].

@@ -32,6 +32,8 @@ const DOMAIN: &str = "";
 pub struct ServerTable {
     server: Server,
     link: Mutex<Link>,
+    /// For the term only: what waits for another call may cost it.
+    of_term: Mutex<Link>,
     ear: Mutex<Ear>,
 }
 
@@ -44,9 +46,10 @@ impl ServerTable {
         let table = ServerTable {
             server: Server::new(url, DOMAIN)?,
             link: Mutex::default(),
+            of_term: Mutex::default(),
             ear: Mutex::default(),
         };
-        let found = table.alone("opening the table of nodes", |link| {
+        let found = table.alone(&table.link, "opening the table of nodes", |link| {
             let (client, _) = link.client(&table.server)?;
             let open = Open::new(client);
             open.execute("BEGIN")?;
@@ -66,14 +69,15 @@ impl ServerTable {
         }
     }
 
-    /// Runs `f` with the connection, which it returns.
+    /// Runs `f` with a connection, which it returns.
     fn alone<T>(
         &self,
+        link: &Mutex<Link>,
         doing: &'static str,
         f: impl FnOnce(&mut Link) -> Result<(Arc<Client>, T), RowError>,
     ) -> Result<T> {
         let done = in_place(|| {
-            let mut link = self.link.lock();
+            let mut link = link.lock();
             let (client, out) = f(&mut link)?;
             link.put_back(client);
             Ok(out)
@@ -90,8 +94,29 @@ impl ServerTable {
         doing: &'static str,
         f: impl FnOnce(&mut Table, i64) -> Result<T, String>,
     ) -> Result<T> {
+        self.run_on(&self.link, doing, f)
+    }
+
+    /// The same for the term of this node, on a connection of its own.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn run_for_term<T>(
+        &self,
+        doing: &'static str,
+        f: impl FnOnce(&mut Table, i64) -> Result<T, String>,
+    ) -> Result<T> {
+        self.run_on(&self.of_term, doing, f)
+    }
+
+    fn run_on<T>(
+        &self,
+        link: &Mutex<Link>,
+        doing: &'static str,
+        f: impl FnOnce(&mut Table, i64) -> Result<T, String>,
+    ) -> Result<T> {
         const BEGIN: &str = "BEGIN; SELECT 1 FROM site WHERE id = 1 FOR UPDATE";
-        self.alone(doing, |link| {
+        self.alone(link, doing, |link| {
             let open = Open::begin(link, &self.server, BEGIN)?;
             let (before, now_ms) = load(&open)?;
             let mut after = before.clone();
@@ -99,6 +124,13 @@ impl ServerTable {
             store(&open, &before, &after)?;
             Ok((open.commit(before != after)?, out))
         })
+    }
+
+    /// Runs `f` while the connection of all other calls is taken.
+    #[cfg(test)]
+    pub fn with_others_waiting<T>(&self, f: impl FnOnce() -> T) -> T {
+        let _taken = self.link.lock();
+        f()
     }
 
     /// See [`crate::nodes::Nodes::wait_for_change`].

@@ -359,3 +359,22 @@ fn a_change_of_the_catalog_beside_renewals_is_not_refused() {
         }
     });
 }
+
+/// A call that is under way, and may wait for a connection that does not answer, does not keep the term.
+#[test]
+fn a_term_is_prolonged_beside_a_call_that_waits() {
+    let Some(server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database().parse().unwrap();
+    Nodes::open(&url)
+        .unwrap()
+        .join(&joining("a", "t1"))
+        .unwrap();
+    let table = ServerTable::open(&url).unwrap();
+    let renewed = table.with_others_waiting(|| {
+        let renew = |t: &mut crate::nodes::Table, now| Ok(t.renew("t1", now));
+        table.run_for_term("prolonging a term", renew)
+    });
+    assert_eq!(renewed.unwrap(), Some(NodeState::Serving));
+}
