@@ -1,6 +1,7 @@
 //! A PostgreSQL server for tests: a cluster of its own in a temporary directory, which is reached by a Unix socket only.
 
 use std::io::{self, Write};
+use std::net::Ipv4Addr;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -33,6 +34,9 @@ pub struct PostgresServer {
     programs: PathBuf,
     keeper: Option<Child>,
     databases: AtomicU64,
+    /// Where it listens besides its socket, if it does.
+    address: Option<Ipv4Addr>,
+    tls: bool,
 }
 
 impl PostgresServer {
@@ -55,6 +59,8 @@ impl PostgresServer {
             programs,
             keeper: None,
             databases: AtomicU64::new(0),
+            address: None,
+            tls: false,
         };
         let made = server
             .command("initdb")
@@ -76,6 +82,35 @@ impl PostgresServer {
         let name = format!("test{}", self.databases.fetch_add(1, Ordering::Relaxed));
         self.sql("postgres", &format!("CREATE DATABASE {name}"));
         self.url(&name)
+    }
+
+    /// Starts it again, with this certificate and its key, at a loopback address of its own that it also listens on from now on.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn listen_with_tls(&mut self, address: Ipv4Addr, certificate: &str, key: &str) {
+        self.stop();
+        for (name, pem) in [("server.crt", certificate), ("server.key", key)] {
+            let path = self.data().join(name);
+            std::fs::write(&path, pem).expect("a directory of its own");
+            let private = std::fs::Permissions::from_mode(0o600);
+            std::fs::set_permissions(&path, private).expect("a file of its own");
+            if is_root() {
+                chown(&path, Some(NOBODY), Some(NOBODY)).expect("to be root");
+            }
+        }
+        (self.address, self.tls) = (Some(address), true);
+        self.resume();
+    }
+
+    /// Starts it again, listening where it did, without TLS.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn listen_without_tls(&mut self) {
+        self.stop();
+        self.tls = false;
+        self.resume();
     }
 
     fn url(&self, database: &str) -> String {
@@ -127,7 +162,16 @@ impl PostgresServer {
             .arg(self.programs.join("postgres"))
             .arg("-D")
             .arg(data)
-            .args(["-c", "listen_addresses=", "-c", "fsync=off"])
+            .args(["-c", "fsync=off", "-c"])
+            .arg(match self.address {
+                None => "listen_addresses=".into(),
+                Some(address) => format!("listen_addresses={address}"),
+            })
+            .arg("-c")
+            .arg(match self.tls {
+                false => "ssl=off",
+                true => "ssl=on",
+            })
             .arg("-c")
             .arg(format!("unix_socket_directories={}", dir.display()))
             .args(["-c", "max_connections=200", "-c", "shared_buffers=16MB"])

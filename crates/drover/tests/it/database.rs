@@ -146,7 +146,10 @@ fn a_server_that_is_down_at_the_start_is_waited_for_and_a_newer_schema_is_not_us
     let remote = "postgres://drover@db.example.net/drover";
     world.run("new", &["serve", "--catalog", remote]).fails(
         1,
-        &["without TLS", "postgres://drover@db.example.net/drover"],
+        &[
+            "sslmode=verify-full",
+            "postgres://drover@db.example.net/drover",
+        ],
     );
     let ran = world.run("new", &["serve", "--catalog", "mysql://db/x"]);
     assert!(

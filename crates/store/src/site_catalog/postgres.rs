@@ -10,6 +10,7 @@ mod listen;
 mod nodes;
 mod open;
 mod schema;
+mod tls;
 mod waits;
 
 use std::time::Duration;

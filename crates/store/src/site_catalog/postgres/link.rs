@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio_postgres::config::{Host, SslMode};
-use tokio_postgres::{Client, Config, NoTls};
+use tokio_postgres::{Client, Config};
+use tokio_postgres_rustls::MakeRustlsConnect;
 
+use super::tls::Security;
 use super::waits::{CALL_LIMIT, wait};
 use crate::catalog_error::{CatalogError, Result};
 use crate::site_catalog::table::RowError;
@@ -38,6 +40,7 @@ pub(super) const SET_UP: &str = "
 /// Where a catalog is.
 pub struct Server {
     pub(super) config: Config,
+    pub(super) tls: MakeRustlsConnect,
     /// Its address without secrets.
     pub shown: String,
     /// The name of its schema, which needs quotes.
@@ -52,7 +55,8 @@ impl Server {
     pub fn new(url: &CatalogUrl, domain: &str) -> Result<Server> {
         let shown = url.to_string();
         let wrong = |why: &str| CatalogError::Conflict(format!("cannot use {shown}: {why}"));
-        let mut config: Config = url.secret().parse().map_err(|e: tokio_postgres::Error| {
+        let (address, security) = Security::of(url.secret()).map_err(|e| wrong(&e))?;
+        let mut config: Config = address.parse().map_err(|e: tokio_postgres::Error| {
             let why = std::error::Error::source(&e).map_or(e.to_string(), ToString::to_string);
             wrong(&why)
         })?;
@@ -71,14 +75,20 @@ impl Server {
         let addresses = config.get_hostaddrs();
         let near = config.get_hosts().iter().all(is_near)
             && addresses.iter().all(std::net::IpAddr::is_loopback);
-        if config.get_ssl_mode() == SslMode::Require
-            || !near && config.get_ssl_mode() != SslMode::Disable
-        {
-            return Err(wrong(
-                "drover speaks to PostgreSQL without TLS: use a Unix socket, a tunnel, or, on a network that you trust, ?sslmode=disable",
-            ));
-        }
-        config.ssl_mode(SslMode::Disable);
+        let is_socket = |host: &Host| matches!(host, Host::Unix(_));
+        config.ssl_mode(match security {
+            Security::Plain { said: false } if !near => {
+                return Err(wrong(
+                    "it does not say whether to use TLS: add ?sslmode=verify-full&sslrootcert=FILE, or, on a network that you trust, ?sslmode=disable",
+                ));
+            }
+            Security::Plain { .. } => SslMode::Disable,
+            Security::Tls { .. } if config.get_hosts().iter().any(is_socket) => {
+                return Err(wrong("a Unix socket has no TLS, and needs none"));
+            }
+            Security::Tls { .. } => SslMode::Require,
+        });
+        let tls = security.connector().map_err(|e| wrong(&e))?;
         if domain.len() > MAX_DOMAIN_BYTES {
             return Err(wrong(&format!(
                 "the names of domains have at most {MAX_DOMAIN_BYTES} bytes there, and {domain} has more"
@@ -94,6 +104,7 @@ impl Server {
         config.tcp_user_timeout(CALL_LIMIT);
         Ok(Server {
             config,
+            tls,
             shown,
             schema: format!("drover/{domain}"),
         })
@@ -104,10 +115,10 @@ impl Server {
     /// # Errors
     /// When the server cannot be reached or refuses.
     pub fn connect(&self) -> Result<Arc<Client>, RowError> {
-        let config = self.config.clone();
+        let (config, tls) = (self.config.clone(), self.tls.clone());
         let set_up = format!("{SET_UP} SET search_path = \"{}\";", self.schema);
         let connected = wait(CONNECT_LIMIT + CALL_LIMIT, async move {
-            let (client, connection) = config.connect(NoTls).await?;
+            let (client, connection) = config.connect(tls).await?;
             tokio::spawn(async move {
                 // Whoever uses the connection is told.
                 if let Err(e) = connection.await {

@@ -4,7 +4,7 @@ use std::future::poll_fn;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
-use tokio_postgres::{AsyncMessage, Client, NoTls};
+use tokio_postgres::{AsyncMessage, Client};
 
 use super::link::{CONNECT_LIMIT, SET_UP, Server};
 use super::waits::{CALL_LIMIT, wait};
@@ -48,10 +48,10 @@ impl Ear {
 }
 
 fn listen(server: &Server) -> Result<Listening, RowError> {
-    let config = server.config.clone();
+    let (config, tls) = (server.config.clone(), server.tls.clone());
     let set_up = format!("{SET_UP} LISTEN {CHANNEL};");
     wait(CONNECT_LIMIT + CALL_LIMIT, async move {
-        let (client, mut connection) = config.connect(NoTls).await?;
+        let (client, mut connection) = config.connect(tls).await?;
         // Many changes are as good as one.
         let (tell, told) = sync_channel(1);
         tokio::spawn(async move {

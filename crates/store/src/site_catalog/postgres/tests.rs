@@ -1,7 +1,10 @@
 //! The catalog on a server that is down, comes back, or holds what another drover made.
 
+use std::net::Ipv4Addr;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
 use super::*;
 use crate::catalog::Catalog;
@@ -228,6 +231,7 @@ fn an_address_that_asks_for_tls_or_crosses_a_network_unasked_is_refused() {
         "postgres://u@localhost/x?sslmode=require",
         "postgres://u@localhost/x?hostaddr=10.0.0.1",
         "postgres://u@/x",
+        "postgres://u@/x?host=/run/postgresql&sslmode=require&sslrootcert=/etc/x.pem",
         "postgres://u@db/x?nonsense=1",
         "postgres://u@db:port/x",
     ] {
@@ -377,4 +381,86 @@ fn a_term_is_prolonged_beside_a_call_that_waits() {
         table.run_for_term("prolonging a term", renew)
     });
     assert_eq!(renewed.unwrap(), Some(NodeState::Serving));
+}
+
+/// An authority that signs certificates, and its own, PEM.
+fn authority() -> (Issuer<'static, KeyPair>, String) {
+    let mut params = CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().unwrap();
+    let own = params.self_signed(&key).unwrap().pem();
+    (Issuer::new(params, key), own)
+}
+
+#[test]
+fn a_server_on_a_network_proves_who_it_is_or_is_not_used() {
+    let Some(mut server) = PostgresServer::start() else {
+        return;
+    };
+    let database = server.new_database();
+    let database = database.split(['/', '?']).nth(3).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let roots = |name: &str, pem: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, pem).unwrap();
+        path.display().to_string()
+    };
+    let (issuer, own) = authority();
+    let (good, other) = (roots("good.pem", &own), roots("other.pem", &authority().1));
+    let address = Ipv4Addr::from((127 << 24) | fastrand::u32(1 << 16..(1 << 24) - 1));
+    let mut use_certificate_of = |name: &str| {
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &issuer).unwrap().pem();
+        server.listen_with_tls(address, &certificate, &key.serialize_pem());
+    };
+    let with = |mode: &str, roots: &str| {
+        let url = format!("postgres://drover@{address}/{database}?{mode}&sslrootcert={roots}");
+        connect(&url, DAY, &mut |why| panic!("it waits: {why}"))
+    };
+    use_certificate_of(&address.to_string());
+    for mode in [
+        "sslmode=verify-full",
+        "sslmode=verify-ca",
+        "sslmode=require",
+        "",
+    ] {
+        let catalog = with(mode, &good).unwrap();
+        catalog.set_setting("mode", mode).unwrap();
+        let e = with(mode, &other).err().unwrap();
+        assert!(
+            !e.may_pass() && e.to_string().contains("certificate"),
+            "{e}"
+        );
+    }
+    // The nodes' connections, and the one that listens, are no others.
+    let url = format!("postgres://drover@{address}/{database}?sslrootcert={good}");
+    let nodes = Nodes::open(&url.parse().unwrap()).unwrap();
+    assert!(nodes.join(&joining("a", "t1")).unwrap());
+    nodes.wait_for_change(Duration::ZERO);
+    with("", &good).unwrap().put(&image("x.img", 1)).unwrap();
+    nodes.wait_for_change(DAY);
+    drop(nodes);
+
+    // One for another host is that of no host that was named.
+    use_certificate_of("db.example.net");
+    let e = with("sslmode=verify-full", &good).err().unwrap();
+    assert!(
+        !e.may_pass() && e.to_string().contains("db.example.net"),
+        "{e}"
+    );
+    assert!(with("sslmode=verify-full", &other).is_err());
+    assert!(with("sslmode=require", &other).is_err());
+    let catalog = with("sslmode=require", &good).unwrap();
+    assert_eq!(catalog.images().unwrap().len(), 1);
+    // All of them were encrypted.
+    let plain = "SELECT count(*) FROM pg_stat_activity JOIN pg_stat_ssl USING (pid) WHERE application_name = 'drover' AND NOT ssl";
+    let ssl = plain.replace("NOT ssl", "ssl");
+    assert_eq!(server.sql(database, plain), "0");
+    assert_ne!(server.sql(database, &ssl), "0");
+    // Whoever is in between cannot have it go on without.
+    server.stop();
+    server.listen_without_tls();
+    let e = with("sslmode=require", &good).err().unwrap();
+    assert!(!e.may_pass() && e.to_string().contains("TLS"), "{e}");
 }

@@ -71,8 +71,10 @@ fn row_error(e: Error) -> RowError {
     while let Some(inner) = why.source() {
         why = inner;
     }
-    let of_system = e.source().is_some_and(|s| s.is::<std::io::Error>());
-    let passes = e.is_closed() || of_system;
+    let of_system = e.source().and_then(|s| s.downcast_ref::<std::io::Error>());
+    // What a certificate proves or not stays so.
+    let of_tls = |e: &std::io::Error| e.get_ref().is_some_and(|e| e.is::<rustls::Error>());
+    let passes = e.is_closed() || of_system.is_some_and(|e| !of_tls(e));
     RowError::Server(why.to_string(), passes)
 }
 
