@@ -1,6 +1,7 @@
 //! The nodes of a site that share its catalog and the directory of its images (decision `0054`).
 //!
 //! - [`Table`]: what the database knows of them, and the rules by which that changes: no database, no clock.
+//! - [`Unit`]: a part of what several nodes do together, and the rules by which they take it.
 //! - [`Term`]: a node's own view of its term.
 //! - [`Nodes`]: the table on a database server.
 //!
@@ -15,9 +16,13 @@ mod table;
 mod term;
 #[cfg(test)]
 mod tests;
+mod work;
 
 pub use server::Nodes;
 pub use table::{
     Held, Holding, Joining, MAX_HELD, MAX_MOUNTS, MAX_NODES, NodeInfo, NodeState, Row, Table, Use,
 };
 pub use term::{DEFAULT_TERM, MAX_TERM, MIN_TERM, Term, renew_every};
+pub use work::{
+    JOB_TERM, JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_UNITS, TakenUnit, Unit, UnitInfo, UnitState,
+};

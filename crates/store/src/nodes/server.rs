@@ -3,10 +3,26 @@
 use std::time::Duration;
 
 use super::table::{Holding, Joining, NodeInfo, NodeState, Table, Use};
+use super::work::{JobInfo, TakenUnit, UnitState};
 use crate::catalog_error::Result;
 use crate::site_catalog::CatalogUrl;
 #[cfg(feature = "postgres")]
 use crate::site_catalog::ServerTable;
+
+/// Calls the table on the server.
+macro_rules! of_table {
+    ($self:ident.$method:ident($($argument:expr),*)) => {{
+        #[cfg(feature = "postgres")]
+        {
+            $self.table.$method($($argument),*)
+        }
+        #[cfg(not(feature = "postgres"))]
+        {
+            let _ = ($($argument,)*);
+            match $self.never {}
+        }
+    }};
+}
 
 /// The table of the nodes of a site. Calls are short transactions, one after the other whichever node makes them; safe from any
 /// thread.
@@ -198,6 +214,73 @@ impl Nodes {
     /// As above.
     pub fn mounts_at(&self, token: &str) -> Result<Vec<(String, String)>> {
         self.run("listing mounts", |t, _| Ok(t.mounts_at(token)))
+    }
+
+    /// Enters a job: what is to be done with each of its units. It goes on for `term` after it was last watched. Forgets jobs that
+    /// nobody waits for any more.
+    ///
+    /// # Errors
+    /// When there are too many, or it is too large; as above.
+    pub fn begin_job(
+        &self,
+        id: &str,
+        order: &[u8],
+        items: &[Vec<u8>],
+        term: Duration,
+    ) -> Result<()> {
+        of_table!(self.begin_job(id, order, items, term))
+    }
+
+    /// Takes a unit of work for the node with this token, which is `doing` some already, and does no more of the jobs that are `full`.
+    ///
+    /// # Errors
+    /// When the node was taken for dead; as above.
+    pub fn take_unit(
+        &self,
+        token: &str,
+        doing: &[(String, i64)],
+        full: &[String],
+    ) -> Result<Option<TakenUnit>> {
+        of_table!(self.take_unit(token, doing, full))
+    }
+
+    /// Tells how a unit stands that the node has taken, see [`Unit::say`](super::Unit::say), and what else is to be `said` of it. False if it is to stop: another
+    /// node has it by now, or nobody waits for it.
+    ///
+    /// # Errors
+    /// When the node was taken for dead; as above.
+    pub fn say_unit(
+        &self,
+        token: &str,
+        at: (&str, i64),
+        state: UnitState,
+        said: &[u8],
+    ) -> Result<bool> {
+        of_table!(self.say_unit(token, at, state, said))
+    }
+
+    /// How a job stands, which goes on for another term; none if it was given up.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn watch_job(&self, id: &str) -> Result<Option<JobInfo>> {
+        of_table!(self.watch_job(id))
+    }
+
+    /// Forgets a job: nodes stop what they do of it.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn end_job(&self, id: &str) -> Result<()> {
+        of_table!(self.end_job(id))
+    }
+
+    /// See [`Table::receiving`].
+    ///
+    /// # Errors
+    /// As above.
+    pub fn receiving(&self, domain: &str) -> Result<Vec<String>> {
+        self.run("listing what is received", |t, _| Ok(t.receiving(domain)))
     }
 
     /// Waits until some node has changed a catalog of the site, at most for so long; also returns when the connection is lost.

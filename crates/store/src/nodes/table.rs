@@ -462,6 +462,14 @@ impl Table {
             .collect()
     }
 
+    /// The images of a domain that are being received now, at any node.
+    #[must_use]
+    pub fn receiving(&self, domain: &str) -> Vec<String> {
+        let held = self.held.keys();
+        let held = held.filter(|(d, _, what)| d == domain && *what == Use::Transfer);
+        held.map(|(_, image, _)| image.clone()).collect()
+    }
+
     /// The nodes, as users see them.
     #[must_use]
     pub fn list(&self, now_ms: i64) -> Vec<NodeInfo> {

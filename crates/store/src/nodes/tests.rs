@@ -143,3 +143,4 @@ fn a_node_that_drains_keeps_its_term() {
 }
 
 mod sim;
+mod work;

@@ -12,6 +12,7 @@ mod open;
 mod schema;
 mod tls;
 mod waits;
+mod work;
 
 use std::time::Duration;
 

@@ -69,8 +69,18 @@ impl ServerTable {
         }
     }
 
+    /// The server.
+    pub(super) fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// The connection of all calls but those for the term.
+    pub(super) fn link(&self) -> &Mutex<Link> {
+        &self.link
+    }
+
     /// Runs `f` with a connection, which it returns.
-    fn alone<T>(
+    pub(super) fn alone<T>(
         &self,
         link: &Mutex<Link>,
         doing: &'static str,
@@ -157,22 +167,31 @@ pub(super) fn must_be_in(open: &Open, token: &str) -> Result<(), RowError> {
 }
 
 fn rows(open: &Open, sql: &str) -> Result<Vec<Vec<Value>>, RowError> {
-    let found = open.query(sql.to_owned(), Vec::new())?;
+    rows_of(open, sql, Vec::new())
+}
+
+/// The rows that a statement returns.
+pub(super) fn rows_of(
+    open: &Open,
+    sql: &str,
+    values: Vec<Value>,
+) -> Result<Vec<Vec<Value>>, RowError> {
+    let found = open.query(sql.to_owned(), values)?;
     found.iter().map(|row| values_of("nodes", row)).collect()
 }
 
-fn text(text: &str) -> Value {
+pub(super) fn text(text: &str) -> Value {
     Value::Text(text.to_owned())
 }
 
-fn number(row: &[Value], column: usize) -> i64 {
+pub(super) fn number(row: &[Value], column: usize) -> i64 {
     match row.get(column) {
         Some(Value::Integer(n)) => *n,
         _ => 0,
     }
 }
 
-fn word(row: &[Value], column: usize) -> String {
+pub(super) fn word(row: &[Value], column: usize) -> String {
     match row.get(column) {
         Some(Value::Text(text)) => text.clone(),
         _ => String::new(),

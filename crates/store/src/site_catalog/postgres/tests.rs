@@ -9,7 +9,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use super::*;
 use crate::catalog::Catalog;
 use crate::catalog_error::CatalogError;
-use crate::nodes::{Holding, Joining, NodeState, Nodes, Use};
+use crate::nodes::{Holding, Joining, MAX_ORDER_BYTES, NodeState, Nodes, UnitState, Use};
 use crate::site_catalog::SiteCatalog;
 use crate::site_catalog::tests::{DAY, filled, image, peer};
 use crate::testing::PostgresServer;
@@ -463,4 +463,89 @@ fn a_server_on_a_network_proves_who_it_is_or_is_not_used() {
     server.listen_without_tls();
     let e = with("sslmode=require", &good).err().unwrap();
     assert!(!e.may_pass() && e.to_string().contains("TLS"), "{e}");
+}
+
+/// Nodes take units of work at the same time: each has one owner, and what a node had that was taken for dead is taken by another.
+#[test]
+fn units_of_work_are_taken_once_and_again_when_their_node_is_gone() {
+    let Some(server) = PostgresServer::start() else {
+        return;
+    };
+    let url = server.new_database();
+    let tables: Vec<Nodes> = (0..3)
+        .map(|_| Nodes::open(&url.parse().unwrap()).unwrap())
+        .collect();
+    let items: Vec<Vec<u8>> = (0..60).map(|n| vec![n]).collect();
+    let (term, tokens) = (Duration::from_secs(3600), ["t0", "t1", "t2"]);
+    for (n, token) in tokens.iter().enumerate() {
+        tables[n].join(&joining(&format!("n{n}"), token)).unwrap();
+    }
+    tables[0].begin_job("j", b"order", &items, term).unwrap();
+    let taken: Vec<Vec<i64>> = thread::scope(|s| {
+        let take = |n: usize| {
+            let (table, mut doing) = (&tables[n], Vec::new());
+            s.spawn(move || {
+                while let Some(unit) = table.take_unit(tokens[n], &doing, &[]).unwrap() {
+                    assert_eq!((unit.order, unit.nodes), (b"order".to_vec(), (3, n)));
+                    assert_eq!(unit.item, [unit.nth as u8]);
+                    doing.push((unit.job, unit.nth));
+                }
+                doing.into_iter().map(|(_, nth)| nth).collect()
+            })
+        };
+        let all: Vec<_> = (0..3).map(take).collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let mut all = taken.concat();
+    all.sort_unstable();
+    assert_eq!(all, Vec::from_iter(0..60));
+
+    // Of a job that a node has enough of, it takes none.
+    let full = ["j".to_owned()];
+    assert_eq!(tables[0].take_unit("t0", &[], &full).unwrap(), None);
+    for nth in &taken[0] {
+        let at = ("j", *nth);
+        assert!(
+            tables[0]
+                .say_unit("t0", at, UnitState::Done, b"ok")
+                .unwrap()
+        );
+        assert!(!tables[1].say_unit("t1", at, UnitState::Taken, b"").unwrap());
+    }
+    let job = tables[1].watch_job("j").unwrap().unwrap();
+    assert_eq!((job.units.len(), job.nodes), (60, 3));
+    let done = job.units.iter().filter(|u| u.state == UnitState::Done);
+    assert_eq!(done.count(), taken[0].len());
+
+    // The node of some of the rest is gone.
+    server.sql(
+        &url,
+        "UPDATE \"drover/\".nodes SET ends_ms = 0 WHERE token = 't1'",
+    );
+    assert_eq!(tables[2].fence().unwrap().len(), 1);
+    assert!(
+        tables[1]
+            .say_unit("t1", ("j", 0), UnitState::Done, b"")
+            .is_err()
+    );
+    assert!(tables[1].take_unit("t1", &[], &[]).is_err());
+    let mut doing: Vec<_> = taken[2].iter().map(|nth| ("j".to_owned(), *nth)).collect();
+    let mut again = Vec::new();
+    while let Some(unit) = tables[2].take_unit("t2", &doing, &[]).unwrap() {
+        again.push(unit.nth);
+        doing.push((unit.job, unit.nth));
+    }
+    assert_eq!(again, taken[1]);
+
+    // Nobody waits for it any more: it stops, and makes room.
+    server.sql(&url, "UPDATE \"drover/\".jobs SET ends_ms = 0");
+    let at = (&*doing[0].0, doing[0].1);
+    assert!(!tables[2].say_unit("t2", at, UnitState::Taken, b"").unwrap());
+    assert_eq!(tables[0].take_unit("t0", &[], &[]).unwrap(), None);
+    tables[0].begin_job("k", b"", &items[..1], term).unwrap();
+    assert_eq!(tables[0].watch_job("j").unwrap(), None);
+    let long = vec![vec![0; MAX_ORDER_BYTES + 1]];
+    assert!(tables[0].begin_job("l", b"", &long, term).is_err());
+    tables[0].end_job("k").unwrap();
+    assert_eq!(tables[0].watch_job("k").unwrap(), None);
 }

@@ -30,4 +30,21 @@ CREATE TABLE IF NOT EXISTS mounts (
     writes BIGINT NOT NULL,
     PRIMARY KEY (domain, image, node)
 );
+CREATE TABLE IF NOT EXISTS jobs (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    terms BYTEA NOT NULL,
+    term_ms BIGINT NOT NULL,
+    begun_ms BIGINT NOT NULL,
+    ends_ms BIGINT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS units (
+    job TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    nth BIGINT NOT NULL,
+    item BYTEA NOT NULL,
+    state TEXT NOT NULL,
+    token TEXT NOT NULL,
+    node TEXT NOT NULL,
+    said BYTEA NOT NULL,
+    PRIMARY KEY (job, nth)
+);
 INSERT INTO site VALUES (1, 1, '', '') ON CONFLICT DO NOTHING;
