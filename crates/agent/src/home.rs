@@ -354,6 +354,11 @@ impl Home {
         }
     }
 
+    /// The directories with records of flocks that are received: those of this node, and those that all nodes receive.
+    pub fn flock_dirs(&self) -> [PathBuf; 2] {
+        [self.work_dir(), self.work_base().join("shared")]
+    }
+
     /// Directory with the maps of images.
     pub fn maps_dir(&self) -> PathBuf {
         match &self.config.catalog {

@@ -89,6 +89,7 @@ pub fn join(home: &Home) -> Result<Option<Arc<Node>>> {
         directory,
         bases: Box::new(bases),
         is_idle: Box::new(move |domain, name| is_idle(&its, domain, name)),
+        identity: site.identity().ok(),
     };
     let node = Node::start(setting, nodes, lock, asked)?;
     site.set_node(Arc::clone(&node));

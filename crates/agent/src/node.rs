@@ -1,6 +1,8 @@
 //! This process as one of the nodes of a site that share its catalog and the directory of its images: its term, which it renews
 //! in the background, and what it holds among them. See `drover_store::nodes`, and decision `0054`.
 
+mod siblings;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::{self, File};
@@ -11,12 +13,15 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
-use drover_net::{Code, Refusal};
+use drover_net::{Code, DEFAULT_DOMAIN, Identity, Refusal};
 use drover_store::CatalogError;
 use drover_store::nodes::{Holding, NodeState, Nodes, Term, Use, renew_every};
-use drover_teleport::{FENCED, NotHeld, Others};
+use drover_teleport::services::{ClaimBlocks, LookAt, Looks};
+use drover_teleport::{Claimed, FENCED, NotHeld, Others};
 use parking_lot::{Condvar, Mutex};
 use rustix::time::{ClockId, clock_gettime};
+
+use siblings::Siblings;
 
 /// The file that says which directory of images this is.
 pub const DIRECTORY_FILE: &str = ".drover-site";
@@ -52,12 +57,15 @@ pub struct Setting {
     pub bases: Box<Bases>,
     /// Whether an image of a domain has neither mounts nor changes at this node.
     pub is_idle: Box<IsIdle>,
+    /// The identity of the site, if it has one.
+    pub identity: Option<Identity>,
 }
 
 /// This process as a node.
 pub struct Node {
     setting: Setting,
     nodes: Nodes,
+    siblings: Siblings,
     /// Held as long as this process is the node of its home.
     lock: Mutex<Option<File>>,
     term: Mutex<Term>,
@@ -133,6 +141,7 @@ impl Node {
             }
         }
         let node = Arc::new(Node {
+            siblings: Siblings::new(setting.identity.clone()),
             nodes,
             lock: Mutex::new(Some(lock)),
             term: Mutex::new(term),
@@ -179,6 +188,11 @@ impl Node {
     /// Whether it may change what nodes share.
     pub fn holds(&self) -> bool {
         self.term.lock().holds(clock())
+    }
+
+    /// Whether it takes work: its term is not over, and it does not drain.
+    pub fn takes_work(&self) -> bool {
+        self.holds() && !self.drains.load(Ordering::Relaxed)
     }
 
     /// Whether another node has taken over from it.
@@ -509,8 +523,36 @@ impl Others for Among {
         self.give_back(name, Use::Change);
     }
 
+    fn name(&self) -> String {
+        self.node.name().to_owned()
+    }
+
+    fn receiving(&self) -> Vec<String> {
+        let found = self.node.nodes().receiving(&self.domain);
+        found.unwrap_or_else(|e| {
+            tracing::debug!("not known what other nodes receive: {e}");
+            Vec::new()
+        })
+    }
+
+    fn owners(&self) -> Vec<String> {
+        match self.domain == DEFAULT_DOMAIN {
+            true => self.node.siblings.names(&self.node.nodes),
+            // Nodes call each other in this domain only.
+            false => Vec::new(),
+        }
+    }
+
+    fn claim(&self, node: &str, claim: &ClaimBlocks) -> Option<Claimed> {
+        self.node.siblings.ask(&self.node.nodes, node, claim)
+    }
+
+    fn look(&self, node: &str, look: &LookAt) -> Option<Looks> {
+        self.node.siblings.ask(&self.node.nodes, node, look)
+    }
+
     fn may_begin(&self) -> bool {
-        self.node.holds() && !self.node.drains.load(Ordering::Relaxed)
+        self.node.takes_work()
     }
 }
 

@@ -16,6 +16,8 @@
 //! - `recovery`: finishes merges that a crash interrupted.
 //! - `trust`: the calls of peers, and the rights they were made by; `enforce`: ends what lives by a right that was taken
 //!   away; `taken`: within a domain.
+//! - `hints`: services for the other nodes of the site.
+//! - `work`: this node's part of flocks that several nodes send.
 //! - `http`: the metrics endpoint.
 
 mod admission;
@@ -26,6 +28,7 @@ mod domains;
 mod enforce;
 mod expiry;
 mod flocks;
+mod hints;
 mod http;
 mod images;
 mod in_domain;
@@ -52,6 +55,7 @@ mod strangers;
 mod taken;
 mod transfers;
 mod trust;
+mod work;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -226,6 +230,7 @@ async fn run(
     tokio::spawn(expiry::expire_transfers(Arc::clone(&server)));
     tokio::spawn(enforce::enforce(Arc::clone(&server)));
     tokio::spawn(nodes::follow(Arc::clone(&server)));
+    let work = tokio::spawn(work::work(Arc::clone(&server)));
     let lost = nodes::lost(Arc::clone(&server));
     for name in server.home.domains()? {
         let home = server.home.domain(&name);
@@ -253,6 +258,8 @@ async fn run(
         e = lost => return Err(e),
     };
     drop((listener, local, services));
+    // The panic was logged.
+    let _ = work.await;
     finish(&server, talks, recovery, moves).await
 }
 

@@ -1,10 +1,12 @@
 //! `flock`: the flocks that this site receives or sends.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use drover_agent::flocks;
 use drover_agent::home::Home;
-use drover_agent::text::{bytes, clean, moment};
-use drover_teleport::{FlockImage, FlockInfo, FlockState, ImageState};
+use drover_agent::text::{bytes, clean, count, moment};
+use drover_teleport::{FlockImage, FlockInfo, FlockRecord, FlockState, ImageState};
 use serde_json::{Value, json};
 
 use crate::cli::FlockArgs;
@@ -108,6 +110,18 @@ pub async fn flock(home: &Home, args: &FlockArgs) -> Result<()> {
         "last change (UTC)",
     ];
     out::line(&out::table(&heading, rows, &[2, 3, 4, 5, 6, 7, 8]))?;
+    for (info, ..) in &all {
+        for (name, node) in by_node(&info.record) {
+            out::note(&format!(
+                "{}: node {}: {} of {} complete, {} sent",
+                clean(info.record.name.as_str()),
+                clean(name),
+                node.done,
+                count(node.images, "image"),
+                bytes(node.sent_bytes)
+            ));
+        }
+    }
     for (info, ..) in all.iter().filter(|(info, ..)| !info.record.why.is_empty()) {
         out::note(&format!(
             "{}: {}",
@@ -181,11 +195,55 @@ pub fn object(info: &FlockInfo, direction: &str, busy: bool) -> Value {
             object
         })
         .collect();
-    json!({
+    let mut object = json!({
         "name": record.name, "direction": direction, "peer": record.peer_name, "atomic": record.atomic,
         "state": record.state, "in_progress": busy, "begun_unix": record.begun_unix,
         "touched_unix": record.touched_unix, "why": record.why, "images": images,
-    })
+    });
+    if !record.nodes.is_empty() {
+        object["nodes"] = by_node(record)
+            .into_iter()
+            .map(|(name, node)| {
+                json!({
+                    "name": name, "images": node.images, "done": node.done,
+                    "size_bytes": node.size_bytes, "sent_bytes": node.sent_bytes,
+                })
+            })
+            .collect();
+    }
+    object
+}
+
+/// What a node of the site has received of a flock, or sent.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct OfNode {
+    images: usize,
+    /// Those that are complete.
+    done: usize,
+    /// Bytes of the complete ones.
+    size_bytes: u64,
+    /// Those of them that crossed the link.
+    sent_bytes: u64,
+}
+
+/// What each node of the site has received of a flock, or sent.
+fn by_node(record: &FlockRecord) -> BTreeMap<&str, OfNode> {
+    let mut all: BTreeMap<&str, OfNode> = BTreeMap::new();
+    for (nth, name) in &record.nodes {
+        let image = usize::try_from(*nth).ok();
+        let Some(image) = image.and_then(|nth| record.images.get(nth)) else {
+            continue;
+        };
+        let node = all.entry(name).or_default();
+        node.images += 1;
+        if is_there(image.state) {
+            let [.., sent, _] = image.blocks.bytes();
+            node.done += 1;
+            node.size_bytes += image.size_bytes;
+            node.sent_bytes += sent;
+        }
+    }
+    all
 }
 
 #[cfg(test)]
@@ -193,7 +251,7 @@ mod tests {
     use super::*;
     use drover_core::ImageName;
     use drover_net::PeerKey;
-    use drover_teleport::{FlockRecord, ImageBlocks};
+    use drover_teleport::ImageBlocks;
 
     #[test]
     fn a_flock_as_json_has_its_images_by_origin() {
@@ -219,6 +277,7 @@ mod tests {
                 touched_unix: 2,
                 images: vec![there, FlockImage::waiting(name("b.img"))],
                 why: String::new(),
+                nodes: [(0, "lyon-1".to_owned())].into(),
             },
             sessions: 1,
             under_way: vec![(name("b.img"), 4096, 8192)],
@@ -232,6 +291,11 @@ mod tests {
         assert!(object["images"][1].get("digest").is_none());
         assert_eq!(object["images"][0]["launchable"], true);
         assert_eq!(object["images"][1]["launchable"], false);
+        let node = &object["nodes"][0];
+        assert_eq!(
+            (&node["name"], &node["sent_bytes"]),
+            (&"lyon-1".into(), &4096.into())
+        );
         let sent = super::object(&info, "sent", true);
         assert!(sent["images"][0].get("launchable").is_none());
     }

@@ -2,6 +2,7 @@
 
 mod along;
 mod bars;
+mod by_nodes;
 mod flock;
 mod items;
 mod show;

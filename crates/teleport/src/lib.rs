@@ -126,6 +126,7 @@ mod walk;
 pub use codec::Packing;
 pub use compress::{Effort, MAX_LEVEL, Pace, Packer, Passed, Unpacker};
 pub use error::TeleportError;
+pub use flock::hints::{Claimed, MAX_HINTS};
 pub use flock::{
     FlockImage, FlockInfo, FlockRecord, FlockState, ImageBlocks, ImageState, MAX_FLOCK_IMAGES,
     MAX_FLOCKS, MAX_PEER_FLOCKS, flocks,
@@ -135,7 +136,8 @@ pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_tel
 pub use others::{FENCED, NotHeld, Others, Shared};
 pub use session::{
     DataConnections, FindProfile, FlockOrder, FlockSent, FlockSessions, OnEvent, SendItem,
-    SendLane, SendOptions, Sessions, Snapshot, send, send_flock, source_stamp,
+    SendLane, SendOptions, Sessions, Snapshot, end_flock, nodes_of, open_flock, send, send_flock,
+    send_of_flock, source_stamp,
 };
 pub use site::{
     Callbacks, Holder, MAX_IDLE, MAX_LAYOUT_MEMORY, MAX_PEER_SESSIONS, OldCopies, OldCopy, Origin,

@@ -7,6 +7,9 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_net::Refusal;
 
+use crate::flock::hints::Claimed;
+use crate::services::{ClaimBlocks, LookAt, Looks};
+
 /// What the name of a work directory ends with whose node was taken for dead.
 pub const FENCED: &str = "fenced";
 
@@ -43,6 +46,27 @@ pub trait Others: Send + Sync {
 
     /// Ends what [`Others::lock`] began.
     fn unlock(&self, name: &ImageName);
+
+    /// The name of this node.
+    fn name(&self) -> String;
+
+    /// The images that are being received now, at any node.
+    fn receiving(&self) -> Vec<String>;
+
+    /// The nodes that have ranges of the index of blocks, in an order on which all agree; none if there is no such index.
+    fn owners(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Has a node look blocks up in its range; none without an answer within a few seconds.
+    fn claim(&self, _node: &str, _claim: &ClaimBlocks) -> Option<Claimed> {
+        None
+    }
+
+    /// Asks a node how blocks of images stand that it receives; none without an answer within a few seconds.
+    fn look(&self, _node: &str, _look: &LookAt) -> Option<Looks> {
+        None
+    }
 
     /// Whether this node may begin to receive something: its term is not over, and it does not drain.
     fn may_begin(&self) -> bool;

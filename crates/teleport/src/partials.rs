@@ -129,6 +129,11 @@ impl Partial {
         blocks.filter(|block| !state.has(*block)).collect()
     }
 
+    /// The partial file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Number of blocks of the walk that have been announced.
     pub fn announced(&self) -> u64 {
         self.state.read().blocks.walk_blocks()

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use drover_core::Digest;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::protocol::{Matched, Origins};
 use crate::stages::{DestinationTimes, SourceStages, SourceTimes};
 
 /// Bytes on the wire by kind, before encryption, including frame headers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct WireByKind {
     /// Literal blocks, compressed.
     pub data: u64,
@@ -24,12 +24,12 @@ pub struct WireByKind {
 }
 
 /// Report of an image that was sent.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ImageReport {
     /// Its name at the destination.
     pub name: String,
     /// The digest both sides agreed on.
-    #[serde(serialize_with = "as_text")]
+    #[serde(serialize_with = "as_text", deserialize_with = "of_text")]
     pub digest: Digest,
     /// The file's length in bytes.
     pub size_bytes: u64,
@@ -65,7 +65,7 @@ pub struct ImageReport {
 }
 
 /// Time per stage at both ends.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stages {
     /// At the source.
     pub source: SourceTimes,
@@ -165,35 +165,36 @@ impl Counters {
 
     /// Resets all counters, for the next image or attempt.
     pub fn reset(&self) {
-        let Counters {
-            walked_blocks,
-            done_blocks,
-            needed_blocks,
-            answered_blocks,
-            matched_blocks,
-            sent_blocks,
-            zero_blocks,
-            data_bytes,
-            digest_bytes,
-            plan_bytes,
-            header_bytes,
-            stages,
-        } = self;
-        stages.reset();
-        for counter in [
-            walked_blocks,
-            done_blocks,
-            needed_blocks,
-            answered_blocks,
-            matched_blocks,
-            sent_blocks,
-            zero_blocks,
-            data_bytes,
-            digest_bytes,
-            plan_bytes,
-            header_bytes,
-        ] {
-            counter.store(0, Ordering::Relaxed);
+        self.stages.reset();
+        self.set(&[0; 11]);
+    }
+
+    fn all(&self) -> [&AtomicU64; 11] {
+        [
+            &self.walked_blocks,
+            &self.done_blocks,
+            &self.needed_blocks,
+            &self.answered_blocks,
+            &self.matched_blocks,
+            &self.sent_blocks,
+            &self.zero_blocks,
+            &self.data_bytes,
+            &self.digest_bytes,
+            &self.plan_bytes,
+            &self.header_bytes,
+        ]
+    }
+
+    /// The numbers as they are now, for another process that shows them: see [`Counters::set`].
+    #[must_use]
+    pub fn values(&self) -> [u64; 11] {
+        self.all().map(Self::get)
+    }
+
+    /// Sets the numbers to those of another process.
+    pub fn set(&self, values: &[u64; 11]) {
+        for (counter, value) in self.all().into_iter().zip(values) {
+            counter.store(*value, Ordering::Relaxed);
         }
     }
 
@@ -209,6 +210,11 @@ impl Counters {
     }
 }
 
+fn of_text<'de, D: Deserializer<'de>>(from: D) -> Result<Digest, D::Error> {
+    let text = String::deserialize(from)?;
+    text.parse().map_err(serde::de::Error::custom)
+}
+
 fn as_text<S: serde::Serializer>(digest: &Digest, out: S) -> Result<S::Ok, S::Error> {
     out.collect_str(digest)
 }
@@ -219,6 +225,8 @@ pub struct WireTotals {
     connections: parking_lot::Mutex<Vec<Arc<drover_net::WireCounters>>>,
     /// What these are a part of.
     all: Option<Arc<WireTotals>>,
+    /// Bytes that other processes have sent and received for the same send.
+    elsewhere: (AtomicU64, AtomicU64),
 }
 
 impl WireTotals {
@@ -226,8 +234,8 @@ impl WireTotals {
     #[must_use]
     pub fn part_of(all: &Arc<WireTotals>) -> Self {
         WireTotals {
-            connections: parking_lot::Mutex::default(),
             all: Some(Arc::clone(all)),
+            ..WireTotals::default()
         }
     }
 
@@ -239,15 +247,23 @@ impl WireTotals {
         self.connections.lock().push(connection);
     }
 
+    /// Counts what other processes have sent and received so far.
+    pub fn set_elsewhere(&self, sent: u64, received: u64) {
+        self.elsewhere.0.store(sent, Ordering::Relaxed);
+        self.elsewhere.1.store(received, Ordering::Relaxed);
+    }
+
     /// Bytes sent.
     #[must_use]
     pub fn sent(&self) -> u64 {
-        self.connections.lock().iter().map(|c| c.sent()).sum()
+        let here: u64 = self.connections.lock().iter().map(|c| c.sent()).sum();
+        here + Counters::get(&self.elsewhere.0)
     }
 
     /// Bytes received.
     #[must_use]
     pub fn received(&self) -> u64 {
-        self.connections.lock().iter().map(|c| c.received()).sum()
+        let here: u64 = self.connections.lock().iter().map(|c| c.received()).sum();
+        here + Counters::get(&self.elsewhere.1)
     }
 }

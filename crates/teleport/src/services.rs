@@ -7,6 +7,7 @@ use drover_store::Likeness;
 use serde::{Deserialize, Serialize};
 
 use crate::flock::FlockInfo;
+use crate::flock::hints::Claimed;
 use crate::transfers::Unfinished;
 
 /// Opens a session to send images.
@@ -76,6 +77,102 @@ pub struct EndFlock {
     pub why: String,
 }
 request!(EndFlock: "flock.end", Send, () => FlockInfo);
+
+/// Lists the nodes of the site that take images now; none if it is no site of several.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListNodes;
+request!(ListNodes: "flock.nodes", Send, () => Vec<SiteNode>);
+
+/// A node of a site, for who sends a flock to several.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SiteNode {
+    /// Its name.
+    pub name: String,
+    /// Where peers reach it.
+    pub addresses: Vec<String>,
+    /// Images that it receives now.
+    pub transfers: u32,
+}
+
+/// Upper bound on the runs that a node asks for at once.
+pub const MAX_LOOKED: usize = 1024;
+
+/// Upper bound on the pieces of files that an answer names, so that it fits into a message.
+pub const MAX_SPANS: usize = 2048;
+
+/// Looks blocks of an image of a flock up in the range of a node, which the caller is about to ask for. Between nodes of one site.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClaimBlocks {
+    /// The number of the flock.
+    pub flock: [u8; 16],
+    /// The image.
+    pub image: u64,
+    /// The node that receives it.
+    pub node: String,
+    /// The short digests, one after the other.
+    digests: Vec<u8>,
+    /// The compact index of each block.
+    indexes: Vec<u64>,
+}
+request!(ClaimBlocks: "node.claim", Node, () => Claimed);
+
+impl ClaimBlocks {
+    /// For these blocks.
+    #[must_use]
+    pub fn new(flock: [u8; 16], image: u64, node: &str, blocks: &[(Digest, u64)]) -> ClaimBlocks {
+        let short = |(digest, _): &(Digest, u64)| digest.0[..Digest::SHORT_LEN].to_vec();
+        ClaimBlocks {
+            flock,
+            image,
+            node: node.to_owned(),
+            digests: blocks.iter().flat_map(short).collect(),
+            indexes: blocks.iter().map(|(_, index)| *index).collect(),
+        }
+    }
+
+    /// The blocks: their short digests, and their compact indexes.
+    #[must_use]
+    pub fn blocks(&self) -> Vec<(Digest, u64)> {
+        let digests = self.digests.chunks_exact(Digest::SHORT_LEN).map(|short| {
+            let mut digest = Digest::default();
+            digest.0[..Digest::SHORT_LEN].copy_from_slice(short);
+            digest
+        });
+        digests.zip(self.indexes.iter().copied()).collect()
+    }
+}
+
+/// Asks a node how blocks of images stand that it receives. Between nodes of one site.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookAt {
+    /// Runs: the image, the compact index of the first block, how many; at most [`MAX_LOOKED`].
+    pub runs: Vec<(u64, u64, u32)>,
+}
+request!(LookAt: "node.look", Node, () => Looks);
+
+/// How runs of blocks stand at the node that receives them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Looks {
+    /// The node's token, which names its work directory.
+    pub token: String,
+    /// The keys of the transfers whose partial files have some of them.
+    pub keys: Vec<String>,
+    /// Of each run that was asked for, in order.
+    pub runs: Vec<Looked>,
+}
+
+/// How a run of blocks stands at the node that receives it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Looked {
+    /// They are still being sent, or are to be asked for again.
+    Coming,
+    /// They will not come.
+    Gone,
+    /// The image is one of the site.
+    Delivered,
+    /// They are in a partial file: that of this key, at these offsets with these lengths.
+    There(u32, Vec<(u64, u64)>),
+}
 
 /// Lists the flocks that peers send or have sent, one a message; a peer sees its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -20,7 +20,9 @@ use crate::TeleportError;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
 pub use destination::{DataConnections, FlockSessions, Sessions};
-pub use flock::{FlockOrder, FlockSent, SendLane, send_flock};
+pub use flock::{
+    FlockOrder, FlockSent, SendLane, end_flock, nodes_of, open_flock, send_flock, send_of_flock,
+};
 pub use options::{FindProfile, OnEvent, SendItem, SendOptions, Snapshot};
 pub(crate) use shared::SessionShared;
 pub use source::source_stamp;

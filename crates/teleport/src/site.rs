@@ -4,6 +4,7 @@ mod adopt;
 mod arrived;
 mod candidates;
 mod catch_up;
+mod elsewhere;
 mod flocks;
 mod give_way;
 mod known;
@@ -39,6 +40,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
 use crate::active::Active;
+use crate::flock::hints::Elsewhere;
 use crate::flock::live::Flocks;
 use crate::launch::Launches;
 use crate::matching::{Matching, RemoteTeleporter};
@@ -50,6 +52,7 @@ use crate::teleporter::{Event, ImageEvent};
 
 pub use adopt::Origin;
 pub(crate) use arrived::{Arrived, unix_now};
+pub(crate) use elsewhere::{Found, RunOf, There};
 pub(crate) use give_way::{Matched, Waiting};
 pub use old_copies::{OldCopies, OldCopy};
 pub use status::{SiteStatus, TransferStatus};
@@ -118,6 +121,7 @@ pub struct Site {
     pub(crate) active: Arc<Active>,
     pub(crate) sessions: Mutex<HashMap<[u8; 16], Arc<SessionShared>>>,
     pub(crate) flocks: Flocks,
+    pub(crate) elsewhere: Elsewhere,
     pub(crate) session_opened: tokio::sync::Notify,
     pub(crate) totals: Totals,
     closing: AtomicBool,

@@ -21,7 +21,7 @@ pub const MAX_SENT: usize = 256;
 
 const FILE: Envelope = Envelope {
     magic: *b"DRVRFLS\0",
-    version: 1,
+    version: 2,
     max_bytes: 2 << 20,
 };
 
@@ -230,6 +230,7 @@ pub fn beginning(peer: &Peer, name: &ImageName, atomic: bool) -> FlockRecord {
         touched_unix: now,
         images: Vec::new(),
         why: String::new(),
+        nodes: Default::default(),
     }
 }
 

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use drover_net::service::{IncomingCall, Peer, Request, Services};
 use drover_net::{
-    Code, Connection, NetError, PeerKey, Pending, Refusal, Right, Rights, Role, Slot, greet,
+    Code, Connection, DEFAULT_DOMAIN, MAX_FRAME, NetError, PeerKey, Pending, Refusal, Right,
+    Rights, Role, Slot, greet,
 };
-use drover_teleport::services::OpenSession;
+use drover_teleport::services::{OpenSession, SendFlock};
 use tracing::Instrument;
 
 use super::audited::write;
@@ -19,6 +20,9 @@ use crate::audit::{Audit, Event, Record};
 use crate::error::{Error, Result, one_line};
 use crate::rights::must_have;
 use crate::signals::stopped;
+
+/// The other nodes of this site, in logs.
+const NODE_NAME: &str = "a node of this site";
 
 /// Timeout for a peer that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
@@ -76,7 +80,9 @@ async fn talk(
     let found = match slot.hold("its admission", known(server, key)).await? {
         Ok(found) => found,
         Err(e) => {
-            let call = slot.hold("its request", hear(server, connection)).await??;
+            let call = slot
+                .hold("its request", hear(server, connection, false))
+                .await??;
             slot.hold("its reply", not_now(server, call)).await??;
             return Err(e);
         }
@@ -94,7 +100,7 @@ async fn talk(
     });
     let mut stop = server.stop.clone();
     let mut call = tokio::select! {
-        call = slot.hold("its request", hear(server, connection)) => call??,
+        call = slot.hold("its request", hear(server, connection, *is_known)) => call??,
         () = stopped(&mut stop) => return Ok(()),
     };
     let right = services.right(&call.service);
@@ -173,7 +179,7 @@ async fn refused(
 /// Answers a call of somebody who cannot be looked up now.
 async fn not_now(server: &Server, call: IncomingCall) -> Result<()> {
     // A source that is cut off connects again by itself; one that is refused does not.
-    if call.service == OpenSession::SERVICE {
+    if [OpenSession::SERVICE, SendFlock::SERVICE].contains(&&*call.service) {
         return Ok(());
     }
     let text = format!(
@@ -185,6 +191,15 @@ async fn not_now(server: &Server, call: IncomingCall) -> Result<()> {
 
 /// The peer with this key, as the catalog has it now.
 async fn known(server: &Arc<Server>, key: PeerKey) -> Result<Option<Peer>> {
+    // Another node of this site.
+    if key == server.identity.key() && server.home.node().is_some() {
+        return Ok(Some(Peer {
+            key,
+            name: NODE_NAME.into(),
+            rights: Rights::of(&[Right::Node]),
+            domain: DEFAULT_DOMAIN.into(),
+        }));
+    }
     let catalog = Arc::clone(&server.catalog);
     let found = tokio::task::spawn_blocking(move || catalog.peer_by_key(&key)).await??;
     Ok(found.map(|found| Peer {
@@ -195,13 +210,16 @@ async fn known(server: &Arc<Server>, key: PeerKey) -> Result<Option<Peer>> {
     }))
 }
 
-/// Exchanges hellos and reads the request.
-async fn hear(server: &Server, connection: Connection) -> Result<IncomingCall> {
+/// Exchanges hellos and reads the request, which may be long if the caller is known.
+async fn hear(server: &Server, connection: Connection, is_known: bool) -> Result<IncomingCall> {
     let (mut reader, mut writer) = connection.split();
     writer.set_stall_timeout(Some(STALL_LIMIT));
     if let Err(e) = greet(&mut reader, &mut writer, Role::Server).await {
         server.metrics.rejected_handshake.fetch_add(1, Relaxed);
         return Err(e.into());
+    }
+    if is_known {
+        reader.set_max_frame(MAX_FRAME);
     }
     Ok(IncomingCall::receive_after_hello(reader, writer, server.stop.clone()).await?)
 }

@@ -69,7 +69,7 @@ fn has_expired(home: &Home, after: Duration) -> Result<bool> {
     let after = i64::try_from(after.as_secs()).unwrap_or(i64::MAX);
     let oldest = now_unix().saturating_sub(after);
     let transfers = drover_teleport::unfinished(&home.work_dir())?;
-    let flocks = drover_teleport::flocks(&home.work_dir())?;
+    let flocks = drover_teleport::flocks(&home.flock_dirs())?;
     let nodes = std::fs::read_dir(home.work_base()).into_iter().flatten();
     let is_gone = |dir: std::fs::DirEntry| dir.path().extension().is_some_and(|e| e == FENCED);
     if home.config.catalog.is_some() && nodes.flatten().any(is_gone) {

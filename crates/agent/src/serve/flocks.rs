@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use drover_net::service::{Exchange, Handler, Peer};
-use drover_net::{Refusal, Right};
-use drover_teleport::services::{EndFlock, ListFlocks, OpenFlock};
+use drover_net::{Code, Refusal, Right};
+use drover_store::nodes::NodeState;
+use drover_teleport::services::{EndFlock, ListFlocks, ListNodes, OpenFlock, SiteNode};
 use drover_teleport::{FlockInfo, TeleportError};
 
-use super::server::OfSite;
+use super::server::{Common, OfSite};
 use crate::error::failed;
 
 impl Handler<OpenFlock> for OfSite {
@@ -63,6 +64,36 @@ impl Handler<ListFlocks> for OfSite {
             exchange.report(&vec![flock]).await?;
         }
         Ok(())
+    }
+}
+
+impl Handler<ListNodes> for Common {
+    async fn handle(
+        &self,
+        _: &Peer,
+        _: ListNodes,
+        _: &mut Exchange<'_, ListNodes>,
+    ) -> Result<Vec<SiteNode>, Refusal> {
+        let Some(node) = self.0.home.node() else {
+            return Ok(Vec::new());
+        };
+        let listed = tokio::task::spawn_blocking(move || node.nodes().list()).await;
+        let listed = listed.map_err(failed)?.map_err(|e| {
+            tracing::warn!("the nodes of this site are not known now: {e}");
+            Refusal::new(
+                Code::Unavailable,
+                "the database of the site does not answer",
+            )
+        })?;
+        let serving = listed
+            .into_iter()
+            .filter(|node| node.row.state == NodeState::Serving);
+        let of = serving.map(|node| SiteNode {
+            name: node.name,
+            addresses: node.row.addresses,
+            transfers: u32::try_from(node.transfers).unwrap_or(u32::MAX),
+        });
+        Ok(of.collect())
     }
 }
 

@@ -99,6 +99,9 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<of_teleport::OpenFlock>(site.clone());
     services.handle::<of_teleport::EndFlock>(site.clone());
     services.handle::<of_teleport::ListFlocks>(site.clone());
+    services.handle::<of_teleport::ClaimBlocks>(site.clone());
+    services.handle::<of_teleport::LookAt>(site.clone());
+    services.handle::<of_teleport::ListNodes>(Common(Arc::clone(server)));
     services.handle::<crate::mounts::ListLaunches>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
     services.handle::<drover_mount::protocol::LookAtLease>(site.clone());

@@ -1,6 +1,6 @@
 //! `send --flock`: sends images as one job.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,6 +26,7 @@ use serde_json::{Value, json};
 
 use super::along::add_profiles;
 use super::bars::Bars;
+use super::by_nodes::{self, How, NodeSent};
 use super::items::{self, must_have_address};
 use super::show::{Show, of_report, sampled};
 use crate::cli::SendArgs;
@@ -324,6 +325,7 @@ impl Job<'_> {
     ) -> Result<()> {
         let args = self.args;
         let options = options_of(self.home, args, self.peer)?;
+        let nodes = by_nodes::find(self.home, &order).await?;
         let mut record = begun(self.peer, &order);
         self.note(&record)?;
         let wire = Arc::new(WireTotals::default());
@@ -334,7 +336,9 @@ impl Job<'_> {
         });
         let delivered: Arc<Mutex<Vec<ImageReport>>> = Arc::default();
         let (mut lanes, mut shows) = (Vec::new(), Vec::new());
-        for _ in 0..at_once.min(order.items.len()).max(1) {
+        // Nodes tell of each image by itself.
+        let at_a_time = if nodes.is_some() { usize::MAX } else { at_once };
+        for _ in 0..at_a_time.min(order.items.len()).max(1) {
             let counters = Arc::new(Counters::default());
             let (peer, bars) = (self.peer.name.clone(), bars.clone());
             let show = Arc::new(Show::of_flock(args.json, bars, peer, counters.clone()));
@@ -355,19 +359,34 @@ impl Job<'_> {
             }
             said_first(show, &order);
         }
-        let sending = send_flock(order, options, lanes, wire.clone(), stop.watch());
+        let limit = args.limit.or(self.home.config.limit);
+        let (totals, stopped) = (wire.clone(), stop.watch());
+        let sending = async {
+            let Some(nodes) = nodes else {
+                let sent = send_flock(order, options, lanes, totals, stopped).await?;
+                return Ok((sent, BTreeMap::new(), BTreeMap::new()));
+            };
+            let options = &options;
+            let how = How {
+                options,
+                limit,
+                at_once,
+            };
+            nodes.send(order, how, lanes, totals, stopped).await
+        };
         let sent = sampled(sending, &shows).await;
         if let Some(bars) = bars {
             bars.clear();
         }
         match sent {
-            Ok(sent) => {
+            Ok((sent, by, nodes)) => {
+                record.nodes = by;
                 record.images.clone_from(&sent.info.record.images);
                 record.state = sent.info.record.state;
                 record.why.clone_from(&sent.info.record.why);
                 record.id = sent.info.record.id;
                 self.note(&record)?;
-                show_end(args.json, &sent, &wire)?;
+                show_end(args.json, &sent, &wire, &nodes)?;
                 ended(unsent, sent)
             }
             Err(e) => {
@@ -479,11 +498,20 @@ fn said_first(show: &Show, order: &FlockOrder) {
 }
 
 /// The result.
-fn show_end(json: bool, sent: &FlockSent, wire: &WireTotals) -> Result<()> {
+fn show_end(
+    json: bool,
+    sent: &FlockSent,
+    wire: &WireTotals,
+    nodes: &BTreeMap<String, NodeSent>,
+) -> Result<()> {
     if json {
         let reports: Vec<Value> = sent.reports.iter().map(of_report).collect();
         let flock = flock::object(&sent.info, "sent", false);
-        return out::json(&json!({"event": "done", "flock": flock, "images": reports}));
+        let mut last = json!({"event": "done", "flock": flock, "images": reports});
+        if !nodes.is_empty() {
+            last["nodes"] = by_nodes::object(nodes);
+        }
+        return out::json(&last);
     }
     let record = &sent.info.record;
     let rows = record.images.iter().map(|image| {
@@ -524,6 +552,7 @@ fn show_end(json: bool, sent: &FlockSent, wire: &WireTotals) -> Result<()> {
         count(record.images.len(), "image"),
         bytes(wire.sent() + wire.received())
     ));
+    by_nodes::show(nodes);
     Ok(())
 }
 

@@ -106,6 +106,8 @@ pub(crate) struct Flocks {
     pub(crate) known: Mutex<HashMap<String, FlockRecord>>,
     /// Those that are not over.
     pub(crate) live: RwLock<Vec<Arc<Flock>>>,
+    /// Locked while the record of one that nodes share is changed.
+    pub(crate) changing: Mutex<()>,
     /// Locked while one is ended.
     pub(crate) ending: Mutex<()>,
 }

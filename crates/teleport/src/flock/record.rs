@@ -1,10 +1,11 @@
 //! What is known of a flock, and the file that keeps it: `flocks/KEY` in the work directory (`docs/format/flock.md`).
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use drover_core::{BLOCK_SIZE_U64, Digest, ImageName};
 use drover_net::PeerKey;
-use drover_storage::{Envelope, make_private_dir};
+use drover_storage::Envelope;
 use serde::{Deserialize, Serialize};
 
 use crate::TeleportError;
@@ -24,9 +25,12 @@ const MAX_WHY: usize = 1000;
 
 const FILE: Envelope = Envelope {
     magic: *b"DRVRFLK\0",
-    version: 1,
+    version: 2,
     max_bytes: 256 << 10,
 };
+
+/// The same without the nodes, which are at the end.
+const FORMER: Envelope = Envelope { version: 1, ..FILE };
 
 /// How a flock stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,6 +167,8 @@ pub struct FlockRecord {
     pub images: Vec<FlockImage>,
     /// Why it failed; else empty.
     pub why: String,
+    /// The nodes of this site that receive the images, or send them, by the images' places; none of a site that has no nodes.
+    pub nodes: BTreeMap<u32, String>,
 }
 
 impl FlockRecord {
@@ -198,9 +204,25 @@ impl FlockRecord {
     /// Reads a record from the bytes of its file; none if they are not one.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
-        let record: FlockRecord = drover_net::decode(FILE.open(bytes).ok()?).ok()?;
-        (record.images.len() <= MAX_FLOCK_IMAGES).then_some(record)
+        let record: FlockRecord = match FILE.open(bytes) {
+            Ok(body) => drover_net::decode(body).ok()?,
+            // An empty map is one zero.
+            Err(_) => drover_net::decode(&[FORMER.open(bytes).ok()?, &[0]].concat()).ok()?,
+        };
+        let count = record.images.len();
+        let mut nodes = record.nodes.keys();
+        let good = count <= MAX_FLOCK_IMAGES && nodes.all(|nth| (*nth as usize) < count);
+        good.then_some(record)
     }
+}
+
+/// Reads the record in a file, if there is a good one.
+///
+/// # Errors
+/// When the file cannot be read.
+pub(crate) fn read_one(path: &Path) -> Result<Option<FlockRecord>, TeleportError> {
+    let bytes = FILE.read(path).map_err(TeleportError::file("read", path))?;
+    Ok(bytes.as_deref().and_then(FlockRecord::parse))
 }
 
 /// A flock of a site, for listings.
@@ -262,18 +284,15 @@ pub(crate) fn read_all(work_dir: &Path) -> Result<Found, TeleportError> {
     Ok((good, bad))
 }
 
-/// Creates the directory of records.
-pub(crate) fn make_dir(work_dir: &Path) -> Result<(), TeleportError> {
-    let dir = flocks_dir(work_dir);
-    make_private_dir(&dir).map_err(TeleportError::file("create", &dir))
-}
-
-/// The flocks that a site with this work directory, which need not run, has received, those that changed last first.
+/// The flocks that a site with these work directories, which need not run, has received, those that changed last first.
 ///
 /// # Errors
 /// When their records cannot be read.
-pub fn flocks(work_dir: &Path) -> Result<Vec<FlockInfo>, TeleportError> {
-    let (found, _) = read_all(work_dir)?;
+pub fn flocks(work_dirs: &[PathBuf]) -> Result<Vec<FlockInfo>, TeleportError> {
+    let mut found = Vec::new();
+    for dir in work_dirs {
+        found.extend(read_all(dir)?.0);
+    }
     let info = |record| FlockInfo {
         record,
         sessions: 0,
@@ -310,13 +329,14 @@ pub(crate) mod tests {
             touched_unix: 200,
             images: images.iter().map(named).collect(),
             why: String::new(),
+            nodes: BTreeMap::new(),
         }
     }
 
     #[test]
     fn a_record_comes_back_and_damage_is_noticed() {
         let dir = tempfile::tempdir().unwrap();
-        make_dir(dir.path()).unwrap();
+        std::fs::create_dir(flocks_dir(dir.path())).unwrap();
         let mut shop = record("shop", &["web.qcow2", "db.qcow2"]);
         shop.fail("a line\nand another");
         assert_eq!(shop.why, "a line and another");
@@ -336,8 +356,20 @@ pub(crate) mod tests {
             wrong[at] ^= 0x10;
             assert_eq!(FlockRecord::parse(&wrong), None, "byte {at}");
         }
-        let all = flocks(dir.path()).unwrap();
+        let all = flocks(&[dir.path().into()]).unwrap();
         assert_eq!(all[0].record, shop);
+
+        // As an earlier version has written it, and one that names nodes.
+        let mut body = drover_net::encode(&shop);
+        assert_eq!(body.pop(), Some(0));
+        assert_eq!(FlockRecord::parse(&FORMER.seal(&body)), Some(shop.clone()));
+        shop.nodes.insert(1, "lyon-2".into());
+        shop.save(&path).unwrap();
+        assert_eq!(read_one(&path).unwrap(), Some(shop.clone()));
+        shop.nodes.insert(2, "lyon-3".into());
+        shop.save(&path).unwrap();
+        assert_eq!(read_one(&path).unwrap(), None);
+        assert_eq!(read_one(&dir.path().join("gone")).unwrap(), None);
     }
 
     /// The longest names, as many images as there may be: it fits into its file, and its order into a request.
@@ -362,9 +394,12 @@ pub(crate) mod tests {
                 resumed: n,
             };
         }
+        large.nodes = (0..MAX_FLOCK_IMAGES as u32)
+            .map(|n| (n, "n".repeat(63)))
+            .collect();
         large.fail(&"w".repeat(5000));
         let dir = tempfile::tempdir().unwrap();
-        make_dir(dir.path()).unwrap();
+        std::fs::create_dir(flocks_dir(dir.path())).unwrap();
         let path = flocks_dir(dir.path()).join("1".repeat(32));
         large.save(&path).unwrap();
         assert_eq!(read_all(dir.path()).unwrap().0[0].1, large);

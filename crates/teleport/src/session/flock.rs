@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::{Digest, ImageName};
 use drover_net::service::{Request, call};
-use drover_net::{Backoff, random_id};
+use drover_net::{Backoff, Code, random_id};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -16,7 +16,7 @@ use super::{OnEvent, SendItem, SendOptions, run};
 use crate::TeleportError;
 use crate::flock::FlockInfo;
 use crate::progress::{Counters, ImageReport, WireTotals};
-use crate::services::{EndFlock, FlockItem, OpenFlock};
+use crate::services::{EndFlock, FlockItem, ListNodes, OpenFlock, SiteNode};
 
 /// What is sent as a flock.
 #[derive(Debug, Clone)]
@@ -67,33 +67,13 @@ pub async fn send_flock(
     wire: Arc<WireTotals>,
     stop: watch::Receiver<bool>,
 ) -> Result<FlockSent, TeleportError> {
-    let FlockOrder {
-        name,
-        atomic,
-        items,
-        unchanged,
-        failed,
-    } = order;
+    let mut order = order;
     let id = random_id();
-    let sent = items.iter().map(|item| (&item.name, None));
-    let there = unchanged.iter().map(|(name, digest)| (name, Some(*digest)));
-    let lost = failed.iter().map(|(name, _)| (name, None));
-    let images: Vec<FlockItem> = sent
-        .chain(there)
-        .chain(lost)
-        .map(|(name, unchanged)| FlockItem {
-            name: name.clone(),
-            unchanged,
-        })
-        .collect();
-    let places: Vec<String> = images.iter().map(|image| image.name.to_string()).collect();
-    let open = OpenFlock {
-        name,
-        id,
-        atomic,
-        images,
-    };
-    ask(&open, &options, &wire).await?;
+    open_flock(&order, id, &options, &wire).await?;
+    let items = std::mem::take(&mut order.items);
+    let names: Vec<ImageName> = items.iter().map(|item| item.name.clone()).collect();
+    let places = places_of(&names, &order);
+    let atomic = order.atomic;
     let lane = Lane {
         flock: id,
         goes_on: !atomic,
@@ -145,32 +125,134 @@ pub async fn send_flock(
             }
         }
     }
-    let place = |name: &String| places.iter().position(|place| place == name);
-    let gave_up = |failed: Vec<u32>, why: String| EndFlock { id, failed, why };
     if let Some((current, error)) = fatal {
         // Said to the destination so that its list is right; what came is kept in any case.
         if atomic && !matches!(error, TeleportError::Stopped) && !error.retryable() {
+            let place = |name: &String| places.iter().position(|place| place == name);
             let failed = current.iter().filter_map(place).map(|nth| nth as u32);
-            let end = gave_up(failed.collect(), error.to_string());
+            let end = EndFlock {
+                id,
+                failed: failed.collect(),
+                why: error.to_string(),
+            };
             let _ = ask(&end, &options, &wire).await;
         }
         return Err(error);
     }
-    let unread = failed
-        .iter()
-        .map(|(name, why)| (name.to_string(), why.clone()));
-    let given_up = lost.iter().map(|(name, e)| (name.clone(), e.to_string()));
-    let all: Vec<(String, String)> = unread.chain(given_up).collect();
-    let why = all.first().map(|(name, why)| format!("{name}: {why}"));
-    let failed = all.iter().filter_map(|(name, _)| place(name));
-    let failed = failed.map(|nth| nth as u32).collect();
-    let end = gave_up(failed, why.unwrap_or_default());
-    let info = ask_again(&end, &options, &wire, stop).await?;
+    let info = end_flock((&names, &order), id, &lost, &options, &wire, stop).await?;
     Ok(FlockSent {
         reports,
         info,
         failed: lost,
     })
+}
+
+/// The names of the images of a flock, in the order in which the destination knows them.
+fn places_of(names: &[ImageName], order: &FlockOrder) -> Vec<String> {
+    let there = order.unchanged.iter().map(|(name, _)| name);
+    let lost = order.failed.iter().map(|(name, _)| name);
+    let all = names.iter().chain(there).chain(lost);
+    all.map(ImageName::to_string).collect()
+}
+
+/// Begins a flock at the destination, under this number.
+///
+/// # Errors
+/// When the destination cannot be reached or refuses.
+pub async fn open_flock(
+    order: &FlockOrder,
+    id: [u8; 16],
+    options: &SendOptions,
+    wire: &WireTotals,
+) -> Result<(), TeleportError> {
+    let sent = order.items.iter().map(|item| (&item.name, None));
+    let there = order.unchanged.iter().map(|(name, d)| (name, Some(*d)));
+    let lost = order.failed.iter().map(|(name, _)| (name, None));
+    let images = sent.chain(there).chain(lost).map(|(name, unchanged)| {
+        let name = name.clone();
+        FlockItem { name, unchanged }
+    });
+    let open = OpenFlock {
+        name: order.name.clone(),
+        id,
+        atomic: order.atomic,
+        images: images.collect(),
+    };
+    ask(&open, options, wire).await
+}
+
+/// Ends a flock of images with these `names` at the destination, of which some were `lost`.
+///
+/// # Errors
+/// When the destination cannot be reached for too long, or refuses.
+pub async fn end_flock(
+    (names, order): (&[ImageName], &FlockOrder),
+    id: [u8; 16],
+    lost: &[(String, TeleportError)],
+    options: &SendOptions,
+    wire: &WireTotals,
+    stop: watch::Receiver<bool>,
+) -> Result<FlockInfo, TeleportError> {
+    let unread = order.failed.iter();
+    let unread = unread.map(|(name, why)| (name.to_string(), why.clone()));
+    let given_up = lost.iter().map(|(name, e)| (name.clone(), e.to_string()));
+    let all: Vec<(String, String)> = unread.chain(given_up).collect();
+    let why = all.first().map(|(name, why)| format!("{name}: {why}"));
+    let places = places_of(names, order);
+    let place = |name: &String| places.iter().position(|place| place == name);
+    let failed = all.iter().filter_map(|(name, _)| place(name));
+    let end = EndFlock {
+        id,
+        failed: failed.map(|nth| nth as u32).collect(),
+        why: why.unwrap_or_default(),
+    };
+    ask_again(&end, options, wire, stop).await
+}
+
+/// Sends one image of a flock that was begun, perhaps by another process. Setting `stop` ends it in a resumable state.
+///
+/// # Errors
+/// Why it is not delivered.
+pub async fn send_of_flock(
+    flock: [u8; 16],
+    item: SendItem,
+    options: &SendOptions,
+    SendLane { on_event, counters }: SendLane,
+    wire: Arc<WireTotals>,
+    stop: &watch::Receiver<bool>,
+) -> Result<ImageReport, TeleportError> {
+    let events = on_event.clone();
+    let mut sender = Sender::new(
+        vec![item],
+        options.clone(),
+        on_event,
+        counters,
+        wire,
+        stop.clone(),
+    );
+    sender.in_lane(Lane {
+        flock,
+        goes_on: false,
+        queue: Arc::default(),
+    });
+    run(&mut sender, options, &events, stop).await?;
+    let (reports, _) = sender.into_parts();
+    let report = reports.into_iter().next();
+    report.ok_or_else(|| TeleportError::Failed("the image was not sent".into()))
+}
+
+/// The nodes of the destination that take images; none if it is one process, or does not know.
+///
+/// # Errors
+/// When it cannot be reached.
+pub async fn nodes_of(
+    options: &SendOptions,
+    wire: &WireTotals,
+) -> Result<Vec<SiteNode>, TeleportError> {
+    match ask(&ListNodes, options, wire).await {
+        Err(TeleportError::Refused(refusal)) if refusal.code == Code::Unsupported => Ok(Vec::new()),
+        nodes => nodes,
+    }
 }
 
 /// Calls the destination.
@@ -195,7 +277,8 @@ async fn ask_again<R: Request<Progress = ()>>(
     loop {
         let error = match ask(request, options, wire).await {
             Ok(reply) => return Ok(reply),
-            Err(e) if !e.retryable() || began.elapsed() > options.give_up_after => return Err(e),
+            Err(e) if began.elapsed() > options.give_up_after => return Err(e),
+            Err(e) if !e.retryable() && !e.is_for_now() => return Err(e),
             Err(e) => e,
         };
         tracing::debug!(%error, "the end of the flock is said again");

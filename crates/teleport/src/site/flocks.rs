@@ -1,9 +1,9 @@
 //! Flocks at the site that receives them: which there are, how far each is, and their end.
 
 mod naming;
+mod shared;
 
-use std::collections::HashMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::TeleportError;
 use crate::flock::live::Flock;
 use crate::flock::record::{
     FlockImage, FlockInfo, FlockRecord, FlockState, ImageBlocks, ImageState, MAX_FLOCK_IMAGES,
-    MAX_FLOCKS, MAX_PEER_FLOCKS, flock_key, flocks_dir, make_dir, sort,
+    MAX_FLOCKS, MAX_PEER_FLOCKS, flock_key, sort,
 };
 use crate::protocol::{Delivered, Offer};
 use crate::services::{EndFlock, OpenFlock};
@@ -89,8 +89,10 @@ impl Site {
             touched_unix: now,
             images: images.collect(),
             why: String::new(),
+            nodes: BTreeMap::new(),
         };
         let key = flock_key(peer, &record.name);
+        let _among = self.lock_flock(&key, atomic)?;
         let mut known = self.flocks.known.lock();
         match known.get(&key) {
             // Its reply was lost.
@@ -102,17 +104,12 @@ impl Site {
             Some(_) => {}
             None => self.make_room_for_flock(peer, &mut known)?,
         }
-        make_dir(&self.config.work_dir)?;
-        record.save(&self.flock_path(&key))?;
+        self.save_flock(&key, &record)?;
         let mut live = self.flocks.live.write();
         live.retain(|flock| flock.key != key);
         live.push(Flock::new(&key, &record));
         known.insert(key, record);
         Ok(())
-    }
-
-    fn flock_path(&self, key: &str) -> PathBuf {
-        flocks_dir(&self.config.work_dir).join(key)
     }
 
     /// Forgets flocks so that the peer may have another one.
@@ -157,7 +154,8 @@ impl Site {
         known: &mut HashMap<String, FlockRecord>,
         key: &str,
     ) -> Result<(), TeleportError> {
-        let path = self.flock_path(key);
+        let atomic = known.get(key).is_some_and(|record| record.atomic);
+        let path = self.flock_path(key, atomic);
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                 return Err(TeleportError::file("remove", path)(e));
@@ -176,6 +174,7 @@ impl Site {
     pub fn expire_flocks(&self, after: Duration) -> Result<(), TeleportError> {
         let after = i64::try_from(after.as_secs()).unwrap_or(i64::MAX);
         let oldest = unix_now().saturating_sub(after);
+        self.reread_flocks()?;
         let mut known = self.flocks.known.lock();
         let live = self.flocks.live.read().clone();
         let used = |key: &str| {
@@ -196,7 +195,8 @@ impl Site {
 
     /// The flock of that number that a peer sends.
     pub(crate) fn flock_of(&self, peer: &PeerKey, id: &[u8; 16]) -> Option<Arc<Flock>> {
-        self.flocks.find(peer, id)
+        let found = self.flocks.find(peer, id);
+        found.or_else(|| self.flock_from_others(peer, id))
     }
 
     /// Changes what is known of a flock, durably.
@@ -205,6 +205,7 @@ impl Site {
         flock: &Flock,
         change: impl FnOnce(&mut FlockRecord),
     ) -> Result<(), TeleportError> {
+        let _among = self.lock_flock(&flock.key, flock.atomic)?;
         let mut known = self.flocks.known.lock();
         let Some(record) = known.get_mut(&flock.key).filter(|r| r.id == flock.id) else {
             // A newer sending of the flock has taken its place.
@@ -214,7 +215,7 @@ impl Site {
         let mut changed = record.clone();
         change(&mut changed);
         changed.touched_unix = unix_now();
-        changed.save(&self.flock_path(&flock.key))?;
+        self.save_flock(&flock.key, &changed)?;
         *record = changed;
         if record.is_over() {
             self.flocks.live.write().retain(|f| f.key != flock.key);
@@ -270,7 +271,12 @@ impl Site {
         id: ImageId,
     ) -> Result<(), TeleportError> {
         flock.begin(id);
+        let node = self.node_name();
         self.change_flock(flock, |record| {
+            let nth = record.images.iter().position(|i| i.name == offer.name);
+            if let (Some(nth), Some(node)) = (nth, node) {
+                record.nodes.insert(nth as u32, node);
+            }
             if let Some(image) = record.image(&offer.name) {
                 *image = FlockImage {
                     image: id.0,
@@ -304,6 +310,9 @@ impl Site {
     /// The flocks that were received or are, those that changed last first.
     #[must_use]
     pub fn flocks(&self) -> Vec<FlockInfo> {
+        if let Err(e) = self.reread_flocks() {
+            tracing::warn!("the flocks of other nodes are not known: {e}");
+        }
         let records: Vec<(String, FlockRecord)> = {
             let known = self.flocks.known.lock();
             known.iter().map(|(k, r)| (k.clone(), r.clone())).collect()
@@ -336,8 +345,8 @@ impl Site {
             _ => under_way.collect(),
         };
         FlockInfo {
+            sessions: sessions.saturating_add(self.received_elsewhere(&record)),
             record,
-            sessions,
             under_way,
             launchable: Vec::new(),
         }
@@ -365,6 +374,7 @@ impl Site {
     /// A refusal that says why an atomic flock is not delivered, or when the record cannot be written.
     pub fn end_flock(&self, peer: &PeerKey, end: &EndFlock) -> Result<FlockInfo, TeleportError> {
         let _ending = self.flocks.ending.lock();
+        self.reread_flocks()?;
         let key = {
             let known = self.flocks.known.lock();
             let named = known

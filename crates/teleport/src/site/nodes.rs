@@ -16,7 +16,7 @@ use drover_core::ImageName;
 use drover_net::Code;
 use drover_storage::{make_private_dir, sync_parent};
 use drover_store::naming::REPLACED;
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Site;
 use super::arrived::Arrived;
@@ -32,7 +32,7 @@ use crate::transfers::{TransferState, Unfinished, is_key, is_removed, look};
 const TRANSFERS: &str = "transfers";
 
 /// Where a transfer is copied to before it is this node's; removed when the site is opened.
-const TAKING: &str = "taking";
+pub(super) const TAKING: &str = "taking";
 
 /// Where what is removed from beside other nodes is moved before it is deleted.
 const REMOVED: &str = "removed";
@@ -90,23 +90,33 @@ impl Site {
         name: &ImageName,
         goes: bool,
     ) -> Result<Changing<'_>, TeleportError> {
+        let changing = self.lock_among(&self.changing, name, goes)?;
+        if self.others().is_some() {
+            self.images.reread(name)?;
+        }
+        Ok(changing)
+    }
+
+    /// Locks `lock` here, and this name among the nodes, if there may be others.
+    pub(super) fn lock_among<'a>(
+        &'a self,
+        lock: &'a Mutex<()>,
+        name: &ImageName,
+        goes: bool,
+    ) -> Result<Changing<'a>, TeleportError> {
         let Some(others) = self.others() else {
-            let here = Some(self.changing.lock());
+            let here = Some(lock.lock());
             return Ok(Changing { here, among: None });
         };
         let until = Instant::now() + CHANGE_WAIT;
         // Not held meanwhile: another may wait for what is locked here.
         loop {
-            let here = self.changing.lock();
+            let here = lock.lock();
             match others.lock(name, goes) {
                 Ok(()) => {
                     let among = Some((Arc::clone(others), name.clone()));
-                    let changing = Changing {
-                        here: Some(here),
-                        among,
-                    };
-                    self.images.reread(name)?;
-                    return Ok(changing);
+                    let here = Some(here);
+                    return Ok(Changing { here, among });
                 }
                 Err(NotHeld::Wait(_)) if Instant::now() < until => drop(here),
                 Err(why) => return Err(refused(name, why)),

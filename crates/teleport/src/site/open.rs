@@ -103,6 +103,7 @@ impl Site {
             active: Arc::new(Active::among(others)),
             sessions: Mutex::default(),
             flocks: Flocks::of(flocks),
+            elsewhere: Default::default(),
             session_opened: tokio::sync::Notify::new(),
             totals: Totals::default(),
             closing: AtomicBool::new(false),

@@ -523,7 +523,8 @@ impl Driver<'_> {
             _ => Vec::new(),
         };
         let own = job.runs.iter().map(|(_, run)| own(run)).collect();
-        let _ = self.workers.jobs.send(Work::Reuse(Job { job, own }));
+        let there = None;
+        let _ = self.workers.jobs.send(Work::Reuse(Job { job, own, there }));
     }
 
     /// Marks slots of the sequence cache with wrong data to be filled with the blocks that the source now sends

@@ -258,6 +258,7 @@ impl Matcher {
         };
         let runs = self.looked_up.take();
         let runs = runs.unwrap_or_else(|| self.take(asked.base, &plan));
+        let runs = self.find_elsewhere(&asked, runs);
         self.plan(asked.batch.index, plan, runs);
         self.lap.wait(&self.stages.matching);
     }
@@ -265,6 +266,20 @@ impl Matcher {
     fn plan(&self, index: u64, plan: Plan, runs: Vec<Run>) {
         let event = DriverEvent::Plan { index, plan, runs };
         let _ = self.events.blocking_send(event);
+    }
+
+    /// Looks for literal blocks at other nodes that receive images of the same flock.
+    fn find_elsewhere(&self, asked: &Asked, runs: Vec<Run>) -> Vec<Run> {
+        let Some((flock, _)) = &self.flock else {
+            return runs;
+        };
+        let (site, image, count) = (&self.site, self.image, runs.len());
+        let found = site.find_elsewhere(flock, image, asked.base, &asked.batch, runs);
+        // A run that was found makes more of them, or is another: none of a later batch is planned yet.
+        if found.len() != count || found.iter().any(|run| run.via == Via::Anchor) {
+            flock.planned(image, asked.base, &found);
+        }
+        found
     }
 
     fn take(&self, base: CompactIndex, plan: &Plan) -> Vec<Run> {

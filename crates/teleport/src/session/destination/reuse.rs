@@ -1,6 +1,7 @@
 //! Reuse: blocks are copied into place and then digested there (teleportation §2.16), so that a concurrent change of
 //! the source cannot go unnoticed.
 
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,7 +15,7 @@ use crate::codec::Batch;
 use crate::destination::{Event, ReuseJob};
 use crate::files::{copy_spans, digest_in_place, has_data, spans_of};
 use crate::session::literals_in::Incoming;
-use crate::site::Site;
+use crate::site::{Site, There};
 use crate::stages::Lap;
 use crate::transfer::clear_zeros;
 
@@ -32,6 +33,8 @@ pub struct Job {
     pub job: ReuseJob,
     /// For each run from the image itself: its blocks in the walk.
     pub own: Vec<Vec<(BlockIndex, u64)>>,
+    /// Where its run, which is the only one then, is at another node of the site.
+    pub there: Option<There>,
 }
 
 /// Handles jobs until the queue is closed; once `stop` is set, jobs still queued are dropped.
@@ -113,7 +116,8 @@ fn carry_out(
     for ((start, run), own) in job.job.runs.iter().zip(&job.own) {
         let range = *start as usize..(*start + run.count) as usize;
         let target = runs_of(batch, &places[range.clone()]);
-        copy(site, image, run.from, u64::from(run.count), own, &target)
+        let place = (run.from, u64::from(run.count), job.there.as_ref());
+        copy(site, image, place, own, &target)
             .map_err(TeleportError::file("write", &image.part_path))?;
         targets.extend(target);
         nth.extend(*start..*start + run.count);
@@ -163,8 +167,7 @@ fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(BlockIndex, u64)> {
 fn copy(
     site: &Site,
     image: &Incoming,
-    from: From,
-    count: u64,
+    (from, count, there): (From, u64, Option<&There>),
     own: &[(BlockIndex, u64)],
     target: &[(BlockIndex, u64)],
 ) -> std::io::Result<()> {
@@ -191,7 +194,15 @@ fn copy(
                     let from = spans_of(&source.layout, &source.runs);
                     copy_spans(&source.file, &from, &image.part, &to)
                 }
-                None => Ok(()),
+                // If it has moved since, they are asked for.
+                None => {
+                    match there.and_then(|there| Some((File::open(&there.path).ok()?, there))) {
+                        Some((source, there)) => {
+                            copy_spans(&source, &there.spans, &image.part, &to)
+                        }
+                        None => Ok(()),
+                    }
+                }
             },
         },
     };

@@ -5,6 +5,7 @@
 //! itself, and only for blocks that were matched before it was. Images of one flock come from one source, which sends them
 //! all: they wait for each other as long as the other one is being sent.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
@@ -15,13 +16,16 @@ use super::reuse::{Job, Work};
 use crate::destination::{Event, ReuseJob, Run};
 use crate::flock::live::Flock;
 use crate::session::literals_in::Incoming;
-use crate::site::Site;
+use crate::site::{Found, RunOf, Site, There};
 
 /// Longest wait of a run.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 
 /// Shortest wait of a run, after waits for other transfers have timed out.
 const MIN_WAIT: Duration = Duration::from_secs(1);
+
+/// How often other nodes are asked for what waits.
+const ASK_EVERY: Duration = Duration::from_millis(200);
 
 /// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -33,8 +37,63 @@ pub fn must_wait(site: &Site, run: &Run) -> bool {
 
 fn reach(site: &Site, run: &Run) -> Reach {
     match run.from {
-        From::Image { image, first } => site.reach(image, first, u64::from(run.count)),
+        From::Image { image, first } => site.reach_anywhere(image, first, u64::from(run.count)),
         _ => Reach::Here,
+    }
+}
+
+/// What other nodes have said of runs that this node has nothing of.
+#[derive(Default)]
+struct Others {
+    said: HashMap<RunOf, Found>,
+    asked: Option<Instant>,
+}
+
+impl Others {
+    /// Asks about the runs that wait, from time to time.
+    fn ask(&mut self, site: &Site, waits: &Waits) {
+        if self.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
+            return;
+        }
+        let runs = waits.waiting.iter().flat_map(|wait| &wait.job.runs);
+        let runs = runs.filter_map(|(_, run)| of_other(site, run));
+        let asked: Vec<RunOf> = runs
+            .filter(|run| !matches!(self.said.get(run), Some(Found::There(_) | Found::Gone)))
+            .collect();
+        if !asked.is_empty() {
+            self.said.extend(site.look_elsewhere(&asked));
+        }
+        self.asked = Some(Instant::now());
+    }
+
+    fn reach(&self, site: &Site, run: &Run) -> Reach {
+        match of_other(site, run).and_then(|of| self.said.get(&of)) {
+            Some(Found::There(_)) => Reach::Here,
+            Some(Found::Gone) => Reach::Gone,
+            Some(Found::Coming) | None => reach(site, run),
+        }
+    }
+
+    /// Where a run is that need not wait any more, if it is at another node.
+    fn take(&mut self, run: &Run) -> Option<There> {
+        let From::Image { image, first } = run.from else {
+            return None;
+        };
+        match self.said.remove(&(image, first, run.count)) {
+            Some(Found::There(there)) => Some(there),
+            _ => None,
+        }
+    }
+}
+
+/// A run of an image of which this node has nothing, but another may.
+fn of_other(site: &Site, run: &Run) -> Option<RunOf> {
+    match run.from {
+        From::Image { image, first } => {
+            let here = site.reach(image, first, u64::from(run.count));
+            (here == Reach::Gone).then_some((image, first, run.count))
+        }
+        _ => None,
     }
 }
 
@@ -128,7 +187,7 @@ pub fn work(
         From::Image { image, .. } => flock.is_some_and(|flock| flock.has(image)),
         _ => false,
     };
-    let mut waits = Waits::new();
+    let (mut waits, mut others) = (Waits::new(), Others::default());
     let mut looked = Instant::now();
     loop {
         let next = match waits.waiting.is_empty() {
@@ -143,12 +202,15 @@ pub fn work(
         if looked.elapsed() < LOOK_EVERY {
             continue;
         }
-        let found = waits.look(Instant::now(), |run| reach(site, run), sibling);
+        others.ask(site, &waits);
+        let found = waits.look(Instant::now(), |run| others.reach(site, run), sibling);
         for job in found.ready {
             let own = vec![Vec::new(); job.runs.len()];
-            let _ = jobs.send(Work::Reuse(Job { job, own }));
+            let there = job.runs.first().and_then(|(_, run)| others.take(run));
+            let _ = jobs.send(Work::Reuse(Job { job, own, there }));
         }
         for job in found.given_up {
+            job.runs.iter().for_each(|(_, run)| drop(others.take(run)));
             let event = DriverEvent::Machine(Event::NotComing(job));
             let _ = image.events.blocking_send(event);
         }

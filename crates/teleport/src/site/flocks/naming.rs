@@ -190,7 +190,7 @@ impl Site {
                 None => record.state = FlockState::Delivered,
             }
             record.touched_unix = unix_now();
-            let said = match record.save(&self.flock_path(key)) {
+            let said = match self.save_flock(key, record) {
                 Ok(()) => format!("flock {}: had arrived when the site stopped", record.name),
                 Err(e) => format!("flock {}: {e}", record.name),
             };

@@ -3,6 +3,7 @@
 use drover_core::Digest;
 
 use super::*;
+use crate::flock::record::flocks_dir;
 use crate::services::FlockItem;
 use crate::site::tests::Home;
 use crate::transfer::tests::{Sample, sample};

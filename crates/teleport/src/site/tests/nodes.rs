@@ -21,6 +21,12 @@ impl Others for Granting {
         Ok(())
     }
     fn unlock(&self, _: &ImageName) {}
+    fn name(&self) -> String {
+        "a".into()
+    }
+    fn receiving(&self) -> Vec<String> {
+        Vec::new()
+    }
     fn may_begin(&self) -> bool {
         true
     }

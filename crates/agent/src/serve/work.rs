@@ -1,0 +1,319 @@
+//! This node's part of flocks that the nodes of its site send together: it takes images from the work table, one after the other,
+//! and sends each to a node of the other site.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use drover_net::RateLimit;
+use drover_store::nodes::{TakenUnit, UnitState};
+use drover_teleport::progress::{Counters, SendEvent, WireTotals};
+use drover_teleport::services::SiteNode;
+use drover_teleport::{SendItem, SendLane, SendOptions, TeleportError, nodes_of, send_of_flock};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use super::server::{Duty, Server};
+use crate::error::{Error, Result, one_line};
+use crate::flocks::{JobOrder, UnitSaid, decode_item, is_in};
+use crate::mounts::refuse_written;
+use crate::node::Node;
+use crate::signals::stopped;
+
+/// How often a node looks for work, and tells of what it does.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Upper bound on the images that a node sends at once.
+const MAX_AT_ONCE: usize = 8;
+
+/// How long a node that stops waits until what it sends can be resumed.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// An image that this node sends.
+struct Unit {
+    node: Arc<Node>,
+    taken: TakenUnit,
+    said: Mutex<UnitSaid>,
+    counters: Arc<Counters>,
+    wire: Arc<WireTotals>,
+}
+
+/// Takes work and does it, until the site stops.
+pub async fn work(server: Arc<Server>) {
+    let Some(node) = server.home.node() else {
+        return;
+    };
+    if !matches!(server.duty, Duty::Site(_)) {
+        return;
+    }
+    let mut stop = server.stop.clone();
+    let mut running: JoinSet<(String, i64)> = JoinSet::new();
+    let mut doing: Vec<(String, i64)> = Vec::new();
+    let mut full: Vec<(String, usize)> = Vec::new();
+    loop {
+        let mut has_taken = false;
+        if node.takes_work() && doing.len() < MAX_AT_ONCE {
+            let (of, has) = (Arc::clone(&node), doing.clone());
+            let count = |job: &String| doing.iter().filter(|(of, _)| of == job).count();
+            let enough = full.iter().filter(|(job, most)| count(job) >= *most);
+            let enough: Vec<String> = enough.map(|(job, _)| job.clone()).collect();
+            let take = move || of.nodes().take_unit(of.token(), &has, &enough);
+            match tokio::task::spawn_blocking(take).await {
+                Ok(Ok(Some(taken))) => {
+                    has_taken = true;
+                    doing.push((taken.job.clone(), taken.nth));
+                    full.retain(|(job, _)| doing.iter().any(|(of, _)| of == job));
+                    if let Ok(order) = JobOrder::decode(&taken.order)
+                        && !full.iter().any(|(job, _)| *job == taken.job)
+                    {
+                        full.push((taken.job.clone(), order.at_once.max(1) as usize));
+                    }
+                    let at = (taken.job.clone(), taken.nth);
+                    let unit = Unit {
+                        node: Arc::clone(&node),
+                        taken,
+                        said: Mutex::default(),
+                        counters: Arc::default(),
+                        wire: Arc::default(),
+                    };
+                    let server = Arc::clone(&server);
+                    running.spawn(async move {
+                        unit.run(&server).await;
+                        at
+                    });
+                }
+                Ok(Ok(None)) => {}
+                Ok(Err(e)) => tracing::debug!("no work is taken: {e}"),
+                // The panic was logged.
+                Err(_) => {}
+            }
+        }
+        if has_taken {
+            continue;
+        }
+        tokio::select! {
+            () = stopped(&mut stop) => break,
+            () = sleep(LOOK_EVERY) => {}
+            Some(ended) = running.join_next() => match ended {
+                Ok(at) => doing.retain(|other| *other != at),
+                Err(e) => {
+                    tracing::error!("an image is not sent any more: {e}");
+                    // Which one is not known: those that are left are asked for again.
+                    doing.clear();
+                    running.abort_all();
+                }
+            },
+        }
+    }
+    let all = async { while running.join_next().await.is_some() {} };
+    let _ = tokio::time::timeout(STOP_LIMIT, all).await;
+}
+
+impl Unit {
+    fn say(&self, change: impl FnOnce(&mut UnitSaid)) {
+        change(&mut self.said.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Tells the process that waits for it; false if this node is to stop.
+    async fn tell(self: &Arc<Self>, state: UnitState) -> Result<bool> {
+        let unit = Arc::clone(self);
+        let tell = move || {
+            let said = {
+                let mut said = unit.said.lock().unwrap_or_else(PoisonError::into_inner);
+                said.counters = unit.counters.values();
+                said.wire = (unit.wire.sent(), unit.wire.received());
+                said.encode()
+            };
+            let at = (&*unit.taken.job, unit.taken.nth);
+            unit.node
+                .nodes()
+                .say_unit(unit.node.token(), at, state, &said)
+        };
+        Ok(tokio::task::spawn_blocking(tell).await??)
+    }
+
+    async fn run(self, server: &Arc<Server>) {
+        let unit = Arc::new(self);
+        let (halt, halted) = watch::channel(false);
+        let sending = unit.send(server, &halted);
+        tokio::pin!(sending);
+        let mut stop = server.stop.clone();
+        let mut looks = tokio::time::interval(LOOK_EVERY);
+        let sent = loop {
+            tokio::select! {
+                sent = &mut sending => break sent,
+                () = stopped(&mut stop), if !*halt.borrow() => drop(halt.send_replace(true)),
+                _ = looks.tick() => {
+                    let goes_on = unit.tell(UnitState::Taken).await;
+                    let is_over = goes_on.is_ok_and(|goes_on| !goes_on);
+                    if is_over || !unit.node.holds() {
+                        halt.send_replace(true);
+                    }
+                }
+            }
+        };
+        let state = match sent {
+            Err(TeleportError::Stopped) => UnitState::Waiting,
+            Ok(report) => {
+                unit.say(|said| said.ended = Some(Ok(report)));
+                UnitState::Done
+            }
+            Err(e) => {
+                unit.say(|said| said.ended = Some(Err(e.to_string())));
+                UnitState::Failed
+            }
+        };
+        tracing::info!(
+            flock = unit.taken.job,
+            image = unit.taken.nth,
+            ?state,
+            "sent an image of a flock"
+        );
+        // If nobody can be told, another node finds that the image is there.
+        while let Err(e) = unit.tell(state).await {
+            if unit.node.is_lost() || unit.node.has_left() || *server.stop.borrow() {
+                return;
+            }
+            tracing::debug!("the end of an image cannot be told yet: {}", one_line(&e));
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    async fn send(
+        self: &Arc<Self>,
+        server: &Server,
+        halted: &watch::Receiver<bool>,
+    ) -> Result<drover_teleport::progress::ImageReport, TeleportError> {
+        let failed = |e: Error| TeleportError::Failed(one_line(&e));
+        let order = JobOrder::decode(&self.taken.order).map_err(failed)?;
+        let home = server.home.clone();
+        let bytes = self.taken.item.clone();
+        let item = tokio::task::spawn_blocking(move || {
+            let item = decode_item(&bytes)?;
+            must_be_in(&home.images_dir(), &item)?;
+            refuse_written(&home, &item.path)?;
+            Ok(item)
+        });
+        let item = item
+            .await
+            .map_err(|e| TeleportError::Failed(e.to_string()))?;
+        let item = item.map_err(failed)?;
+        let mut options = SendOptions {
+            identity: server.identity.clone(),
+            peer: order.peer,
+            peer_name: order.peer_name,
+            addresses: order.addresses,
+            route: Arc::default(),
+            limit: order.limit.map(|rate| Arc::new(RateLimit::new(rate))),
+            dry_run: false,
+            connections: order.connections,
+            compress: order.compress,
+            give_up_after: order.give_up_after,
+            profiles: None,
+        };
+        let unit = Arc::clone(self);
+        let on_event = Arc::new(move |event: SendEvent| match event {
+            SendEvent::Started {
+                walk_blocks,
+                size_bytes,
+                data_bytes,
+                resumed_blocks,
+                ..
+            } => unit.say(|said| {
+                said.started = Some([walk_blocks, size_bytes, data_bytes, resumed_blocks]);
+                said.trouble.clear();
+            }),
+            SendEvent::Reconnecting { error, .. } => unit.say(|said| said.trouble = error),
+            _ => {}
+        });
+        let lane = SendLane {
+            on_event,
+            counters: Arc::clone(&self.counters),
+        };
+        tracing::info!(flock = %order.flock, image = %item.name, "sends an image of a flock");
+        let (began, mut halt) = (Instant::now(), halted.clone());
+        loop {
+            self.turn_to_node(&mut options).await;
+            let (item, lane, wire) = (item.clone(), lane.clone(), Arc::clone(&self.wire));
+            let sent = send_of_flock(order.id, item, &options, lane, wire, halted).await;
+            let trouble = match sent {
+                Err(e) if e.retryable() || e.is_for_now() => e,
+                sent => return sent,
+            };
+            // A node of the other site that cannot be reached now, or whose database is away.
+            if began.elapsed() > options.give_up_after {
+                return Err(trouble);
+            }
+            self.say(|said| said.trouble = trouble.to_string());
+            tokio::select! {
+                () = sleep(LOOK_EVERY) => {}
+                () = stopped(&mut halt) => return Err(TeleportError::Stopped),
+            }
+        }
+    }
+
+    /// Chooses the node of the other site.
+    async fn turn_to_node(&self, options: &mut SendOptions) {
+        // Without an answer, the addresses that are known are tried.
+        let nodes = nodes_of(options, &WireTotals::default()).await;
+        options.route = Arc::default();
+        if let Some((name, addresses)) = choose(&nodes.unwrap_or_default(), self.taken.nodes) {
+            options.addresses = addresses;
+            self.say(|said| said.to = name);
+        }
+    }
+}
+
+/// Fails unless the file of an image is in the directory that all nodes share.
+fn must_be_in(images: &Path, item: &SendItem) -> Result<()> {
+    match is_in(images, &item.path) {
+        true => Ok(()),
+        false => Err(Error::refused(format!(
+            "{} is not in {}, the directory that the nodes of this site share",
+            item.path.display(),
+            images.display()
+        ))),
+    }
+}
+
+/// The node that an image is sent to, and all addresses, its own first: the one that receives the least, and of several such ones the
+/// one whose place is that of this node among its own.
+fn choose(nodes: &[SiteNode], (of, own): (usize, usize)) -> Option<(String, Vec<String>)> {
+    let turn = own.checked_rem(of.max(1))?;
+    let from_turn = |n: usize| (n + nodes.len() - turn % nodes.len()) % nodes.len();
+    let (best, node) = nodes
+        .iter()
+        .enumerate()
+        .min_by_key(|(n, node)| (node.transfers, from_turn(*n)))?;
+    let others = nodes.iter().enumerate().filter(|(n, _)| *n != best);
+    let others = others.flat_map(|(_, node)| &node.addresses);
+    let all = node.addresses.iter().chain(others).cloned().collect();
+    Some((node.name.clone(), all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_spread_by_order_and_the_least_busy_first() {
+        let node = |name: &str, transfers| SiteNode {
+            name: name.into(),
+            addresses: vec![format!("{name}:1"), format!("{name}:2")],
+            transfers,
+        };
+        let to = |nodes: &[SiteNode], of, own| choose(nodes, (of, own)).map(|(name, _)| name);
+        assert_eq!(to(&[], 2, 0), None);
+        let two = [node("x", 0), node("y", 0)];
+        assert_eq!(to(&two, 2, 0).unwrap(), "x");
+        assert_eq!(to(&two, 2, 1).unwrap(), "y");
+        assert_eq!(to(&two, 3, 2).unwrap(), "x");
+        assert_eq!(to(&two[..1], 4, 3).unwrap(), "x");
+        let busy = [node("x", 3), node("y", 1), node("z", 1)];
+        assert_eq!(to(&busy, 2, 0).unwrap(), "y");
+        assert_eq!(to(&busy, 3, 2).unwrap(), "z");
+        let (_, addresses) = choose(&two, (2, 1)).unwrap();
+        assert_eq!(addresses, ["y:1", "y:2", "x:1", "x:2"]);
+    }
+}

@@ -1,0 +1,196 @@
+//! Where the blocks of flocks were first asked for that several nodes of a site receive: an index of short digests, of which each node
+//! has a range. It is in memory, and only a hint: what is copied by it is verified as all that is copied. What does not fit is not
+//! entered, and is sent twice.
+
+use std::collections::HashMap;
+
+use drover_core::Digest;
+use drover_index::ImageId;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+/// Upper bound on the blocks that a node's range has: as many as fit into a table of 4 Mi places, which takes 88 MB, 24 bytes a block.
+pub const MAX_HINTS: usize = 7 << 19;
+
+/// Upper bound on the flocks that it knows blocks of.
+const MAX_FLOCKS: usize = 16;
+
+/// Bytes of a short digest.
+const KEY: usize = Digest::SHORT_LEN;
+
+/// Which of `nodes` has a digest in its range.
+#[must_use]
+pub fn owner_of(digest: &Digest, nodes: usize) -> usize {
+    ((u128::from(digest.prefix()) * nodes as u128) >> 64) as usize
+}
+
+/// The blocks of an image that were asked for before, for other images.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claimed {
+    /// The images, and the nodes that receive them.
+    pub images: Vec<(u64, String)>,
+    /// Of each such block: its place among those that were looked up, its image as a place in `images`, and its compact index there.
+    pub found: Vec<(u32, u32, u64)>,
+}
+
+/// What a node knows of blocks at the other nodes of its site.
+#[derive(Default)]
+pub(crate) struct Elsewhere {
+    /// Its own range of the index.
+    pub hints: Mutex<Hints>,
+    /// The nodes that receive images.
+    pub images: Mutex<HashMap<ImageId, String>>,
+}
+
+/// The range of a node.
+#[derive(Debug, Default)]
+pub(crate) struct Hints {
+    /// Those that were used last are at the end.
+    flocks: Vec<([u8; 16], OfFlock)>,
+}
+
+#[derive(Debug, Default)]
+struct OfFlock {
+    images: Vec<(u64, String)>,
+    blocks: HashMap<[u8; KEY], (u16, u32)>,
+}
+
+impl Hints {
+    fn flock(&mut self, id: &[u8; 16]) -> &mut OfFlock {
+        let place = self.flocks.iter().position(|(known, _)| known == id);
+        let flock = match place {
+            Some(place) => self.flocks.remove(place),
+            None => (*id, OfFlock::default()),
+        };
+        if self.flocks.len() >= MAX_FLOCKS {
+            self.flocks.remove(0);
+        }
+        self.flocks.push(flock);
+        let last = self.flocks.len() - 1;
+        &mut self.flocks[last].1
+    }
+
+    /// The node `node`, which receives `image`, is about to ask for these blocks, each with its compact index: which of them were
+    /// asked for before. The others are its own from now on.
+    pub fn claim(
+        &mut self,
+        flock: &[u8; 16],
+        (image, node): (u64, &str),
+        blocks: &[(Digest, u64)],
+    ) -> Claimed {
+        let used: usize = self.flocks.iter().map(|(_, of)| of.blocks.len()).sum();
+        let mut room = MAX_HINTS.saturating_sub(used);
+        let of = self.flock(flock);
+        let place = of
+            .images
+            .iter()
+            .position(|(i, n)| (*i, &**n) == (image, node));
+        let own = place.unwrap_or_else(|| {
+            of.images.push((image, node.to_owned()));
+            of.images.len() - 1
+        });
+        let mut claimed = Claimed::default();
+        let mut places: HashMap<u16, u32> = HashMap::new();
+        for (nth, (digest, index)) in blocks.iter().enumerate() {
+            let (Some(key), Ok(at)) = (digest.0.first_chunk::<KEY>(), u32::try_from(*index)) else {
+                continue;
+            };
+            match of.blocks.get(key) {
+                Some((of_image, index)) if of.images[usize::from(*of_image)].0 != image => {
+                    let images = &mut claimed.images;
+                    let place = *places.entry(*of_image).or_insert_with(|| {
+                        images.push(of.images[usize::from(*of_image)].clone());
+                        (images.len() - 1) as u32
+                    });
+                    claimed.found.push((nth as u32, place, u64::from(*index)));
+                }
+                Some(_) => {}
+                None if room == 0 => {}
+                None => {
+                    let Ok(own) = u16::try_from(own) else {
+                        continue;
+                    };
+                    of.blocks.insert(*key, (own, at));
+                    room -= 1;
+                }
+            }
+        }
+        claimed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digest(n: u64) -> Digest {
+        Digest(*blake3::hash(&n.to_le_bytes()).as_bytes()).short()
+    }
+
+    #[test]
+    fn ranges_cover_all_digests_and_are_of_about_one_size() {
+        for nodes in [1, 2, 3, 64] {
+            let mut counts = vec![0; nodes];
+            (0..6400).for_each(|n| counts[owner_of(&digest(n), nodes)] += 1);
+            let fair = 6400 / nodes;
+            assert!(
+                counts.iter().all(|n| (fair / 3..fair * 3).contains(n)),
+                "{counts:?}"
+            );
+        }
+        assert_eq!(owner_of(&Digest([0; 32]), 3), 0);
+        assert_eq!(owner_of(&Digest([255; 32]), 3), 2);
+    }
+
+    /// Against a plain model: who asks first has a block, whoever asks after it is told.
+    #[test]
+    fn the_first_who_asks_has_a_block() {
+        for seed in 0..200 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let mut hints = Hints::default();
+            let mut model: HashMap<u64, (u64, u64)> = HashMap::new();
+            for _ in 0..rng.u32(1..30) {
+                let image = rng.u64(1..5);
+                let node = format!("n{}", image % 2);
+                let blocks: Vec<(u64, u64)> = (0..rng.u64(1..50))
+                    .map(|i| (rng.u64(..300), 1000 * image + i))
+                    .collect();
+                let asked: Vec<_> = blocks.iter().map(|(n, at)| (digest(*n), *at)).collect();
+                let claimed = hints.claim(&[1; 16], (image, &node), &asked);
+                let mut found = claimed.found.iter();
+                for (nth, (block, at)) in blocks.iter().enumerate() {
+                    let first = *model.entry(*block).or_insert((image, *at));
+                    if first.0 == image {
+                        continue;
+                    }
+                    let (place, of, index) = found.next().unwrap();
+                    let (of, node) = &claimed.images[*of as usize];
+                    assert_eq!((*place as usize, *of, *index), (nth, first.0, first.1));
+                    assert_eq!(*node, format!("n{}", of % 2), "seed {seed}");
+                }
+                assert_eq!(found.next(), None, "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn flocks_do_not_see_each_other_and_the_oldest_makes_room() {
+        let mut hints = Hints::default();
+        let blocks = [(digest(1), 0), (digest(2), u64::MAX)];
+        let found = |hints: &mut Hints, flock, image| {
+            let id = [flock; 16];
+            hints.claim(&id, (image, "n"), &blocks).found.len()
+        };
+        assert_eq!(found(&mut hints, 0, 1), 0);
+        assert_eq!(found(&mut hints, 1, 2), 0);
+        // What cannot be entered is not known.
+        assert_eq!(found(&mut hints, 0, 3), 1);
+        for flock in 2..=MAX_FLOCKS as u8 {
+            assert_eq!(found(&mut hints, flock, 1), 0);
+        }
+        // 1 was used before 0.
+        assert_eq!(found(&mut hints, 0, 4), 1);
+        assert_eq!(found(&mut hints, 1, 5), 0);
+        assert_eq!(hints.flocks.len(), MAX_FLOCKS);
+    }
+}

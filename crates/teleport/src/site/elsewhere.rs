@@ -1,0 +1,317 @@
+//! Blocks that another node of the site has, or receives, for another image of the same flock: found by the index of which each node
+//! has a range (`flock::hints`), and copied from the file that that node writes, once they are in it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+
+use drover_core::{CompactIndex, Digest};
+use drover_index::{ImageId, Via};
+use drover_store::sequences::{From, Reach};
+
+use super::Site;
+use crate::codec::Batch;
+use crate::destination::Run;
+use crate::files::{Spans, spans_of};
+use crate::flock::hints::{Claimed, owner_of};
+use crate::flock::live::Flock;
+use crate::services::{ClaimBlocks, LookAt, Looked, Looks, MAX_LOOKED, MAX_SPANS};
+use crate::transfers::is_key;
+
+/// Upper bound on the images at other nodes that are known; more are not copied from.
+const MAX_IMAGES: usize = 4096;
+
+/// Blocks that are in a file of another node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct There {
+    /// The file.
+    pub path: PathBuf,
+    /// Where in it.
+    pub spans: Spans,
+}
+
+/// A run of blocks of an image: the image, the first of them, and how many.
+pub(crate) type RunOf = (ImageId, CompactIndex, u32);
+
+/// How a run stands at another node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Found {
+    Coming,
+    Gone,
+    There(There),
+}
+
+impl Site {
+    /// Blocks that a peer's node of this site is about to ask for: the range of this node says which of them were asked for before.
+    pub fn claim(&self, claim: &ClaimBlocks) -> Claimed {
+        let (image, blocks) = ((claim.image, &*claim.node), claim.blocks());
+        let mut hints = self.elsewhere.hints.lock();
+        hints.claim(&claim.flock, image, &blocks)
+    }
+
+    /// Replaces literal blocks of an image of a flock by those that another image of it has asked for before.
+    pub(crate) fn find_elsewhere(
+        &self,
+        flock: &Flock,
+        image: ImageId,
+        base: CompactIndex,
+        batch: &Batch,
+        runs: Vec<Run>,
+    ) -> Vec<Run> {
+        let shared = self.config.shared.as_ref().filter(|_| !flock.atomic);
+        let Some(others) = shared.map(|shared| &shared.others) else {
+            return runs;
+        };
+        let nodes = others.owners();
+        if nodes.len() < 2 {
+            return runs;
+        }
+        let mut asked: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        let mut at = 0;
+        for run in &runs {
+            let end = (at + run.count as usize).min(batch.digests.len());
+            if run.from == From::Literal {
+                for nth in at..end {
+                    let owner = owner_of(&batch.digests[nth], nodes.len());
+                    asked.entry(owner).or_default().push(nth);
+                }
+            }
+            at = end;
+        }
+        let own = others.name();
+        let mut found: HashMap<usize, (ImageId, CompactIndex)> = HashMap::new();
+        for (owner, places) in asked {
+            let of = |nth: &usize| (batch.digests[*nth], base.0 + *nth as u64);
+            let blocks: Vec<(Digest, u64)> = places.iter().map(of).collect();
+            let claim = ClaimBlocks::new(flock.id, image.0, &own, &blocks);
+            let claimed = match nodes[owner] == own {
+                true => self.claim(&claim),
+                // Without an answer they are sent.
+                false => others.claim(&nodes[owner], &claim).unwrap_or_default(),
+            };
+            for (place, of, index) in claimed.found {
+                let nth = places.get(place as usize);
+                let image = claimed.images.get(of as usize);
+                let (Some(nth), Some((image, node))) = (nth, image) else {
+                    continue;
+                };
+                let image = ImageId(*image);
+                if *node == own || self.note_elsewhere(image, node) {
+                    if !flock.has(image) {
+                        flock.begin(image);
+                    }
+                    found.insert(*nth, (image, CompactIndex(index)));
+                }
+            }
+        }
+        match found.is_empty() {
+            true => runs,
+            false => split(&runs, &found),
+        }
+    }
+
+    /// Notes which node receives an image; false if there are too many.
+    fn note_elsewhere(&self, image: ImageId, node: &str) -> bool {
+        let mut images = self.elsewhere.images.lock();
+        let fits = images.len() < MAX_IMAGES || images.contains_key(&image);
+        if fits {
+            images.insert(image, node.to_owned());
+        }
+        fits
+    }
+
+    /// How this node reaches blocks of an image: as [`Site::reach`], but those that another node may have are coming.
+    pub(crate) fn reach_anywhere(&self, image: ImageId, first: CompactIndex, count: u64) -> Reach {
+        match self.reach(image, first, count) {
+            Reach::Gone if self.elsewhere.images.lock().contains_key(&image) => Reach::Coming,
+            reach => reach,
+        }
+    }
+
+    /// Asks the nodes that have these runs, of which this node has nothing, how they stand. Blocks.
+    pub(crate) fn look_elsewhere(&self, runs: &[RunOf]) -> HashMap<RunOf, Found> {
+        let mut by_node: BTreeMap<String, Vec<RunOf>> = BTreeMap::new();
+        {
+            let images = self.elsewhere.images.lock();
+            for run in runs {
+                if let Some(node) = images.get(&run.0) {
+                    by_node.entry(node.clone()).or_default().push(*run);
+                }
+            }
+        }
+        let mut out = HashMap::new();
+        let Some(shared) = &self.config.shared else {
+            return out;
+        };
+        let mut delivered = false;
+        for (node, mut runs) in by_node {
+            runs.truncate(MAX_LOOKED);
+            let of = |(image, first, count): &RunOf| (image.0, first.0, *count);
+            let look = LookAt {
+                runs: runs.iter().map(of).collect(),
+            };
+            // A node that does not answer has nothing: the blocks are sent.
+            let looks = shared.others.look(&node, &look).unwrap_or_else(|| Looks {
+                runs: vec![Looked::Gone; runs.len()],
+                ..Looks::default()
+            });
+            let dir = is_key(&looks.token).then(|| shared.work_dirs.join(&looks.token));
+            for (run, looked) in runs.into_iter().zip(looks.runs) {
+                let found = match looked {
+                    Looked::Coming => Found::Coming,
+                    Looked::Gone => Found::Gone,
+                    Looked::Delivered => {
+                        delivered = true;
+                        Found::Coming
+                    }
+                    Looked::There(key, spans) => {
+                        let key = looks.keys.get(key as usize).filter(|key| is_key(key));
+                        match (&dir, key) {
+                            (Some(dir), Some(key)) => Found::There(There {
+                                path: dir.join("transfers").join(key).join("image.part"),
+                                spans: spans.into_iter().map(|(at, len)| (Some(at), len)).collect(),
+                            }),
+                            _ => Found::Gone,
+                        }
+                    }
+                };
+                out.insert(run, found);
+            }
+        }
+        // From the catalog it learns where the image is.
+        if delivered && let Err(e) = self.refresh() {
+            tracing::debug!("the catalog cannot be read again: {e}");
+        }
+        out
+    }
+
+    /// How runs of images that this node receives stand, for another node.
+    #[must_use]
+    pub fn look_at(&self, look: &LookAt) -> Looks {
+        let token = self
+            .config
+            .work_dir
+            .file_name()
+            .and_then(|name| name.to_str());
+        let mut looks = Looks {
+            token: token.unwrap_or_default().to_owned(),
+            ..Looks::default()
+        };
+        let mut room = MAX_SPANS;
+        for (image, first, count) in look.runs.iter().take(MAX_LOOKED) {
+            let (image, first, count) = (ImageId(*image), CompactIndex(*first), u64::from(*count));
+            let looked = match self.partials.reach(image, first, count) {
+                _ if self.images.knows(image) => Looked::Delivered,
+                Reach::Coming => Looked::Coming,
+                Reach::Gone => Looked::Gone,
+                Reach::Here => match self.place_of(image, first, count) {
+                    Some((_, spans)) if spans.len() > room && room < MAX_SPANS => Looked::Coming,
+                    Some((key, spans)) if spans.len() <= room => {
+                        room -= spans.len();
+                        let place = looks.keys.iter().position(|known| *known == key);
+                        let place = place.unwrap_or_else(|| {
+                            looks.keys.push(key);
+                            looks.keys.len() - 1
+                        });
+                        Looked::There(place as u32, spans)
+                    }
+                    _ => Looked::Gone,
+                },
+            };
+            looks.runs.push(looked);
+        }
+        looks
+    }
+
+    /// The key of the transfer of an image, and where in its partial file these blocks are.
+    fn place_of(
+        &self,
+        image: ImageId,
+        first: CompactIndex,
+        count: u64,
+    ) -> Option<(String, Vec<(u64, u64)>)> {
+        let partial = self.partials.get(image)?;
+        let key = partial.path().parent()?.file_name()?.to_str()?.to_owned();
+        let read = self.partials.read(image, first, count)?;
+        let spans = spans_of(&read.layout, &read.runs).into_iter();
+        let spans = spans.map(|(at, len)| Some((at?, len)));
+        Some((key, spans.collect::<Option<Vec<_>>>()?))
+    }
+}
+
+/// Splits literal runs where blocks of other images were found.
+fn split(runs: &[Run], found: &HashMap<usize, (ImageId, CompactIndex)>) -> Vec<Run> {
+    let mut out: Vec<Run> = Vec::with_capacity(runs.len() + 8);
+    let mut at = 0;
+    for run in runs {
+        if run.from != From::Literal {
+            out.push(*run);
+            at += run.count as usize;
+            continue;
+        }
+        let start = out.len();
+        for nth in at..at + run.count as usize {
+            let here = found.get(&nth);
+            let from = here.map_or(From::Literal, |(image, first)| From::Image {
+                image: *image,
+                first: *first,
+            });
+            let open = out.len() > start;
+            match (out.last_mut().filter(|_| open), from) {
+                (Some(last), From::Literal) if last.from == From::Literal => last.count += 1,
+                (Some(last), From::Image { image, first }) if matches!(last.from, From::Image { image: i, first: f } if i == image && f + u64::from(last.count) == first) =>
+                {
+                    last.count += 1;
+                }
+                _ => out.push(Run {
+                    count: 1,
+                    from,
+                    via: match here {
+                        Some(_) => Via::Anchor,
+                        None => run.via,
+                    },
+                }),
+            }
+        }
+        at += run.count as usize;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn literal_runs_are_split_where_blocks_were_found() {
+        let run = |count, from, via| Run { count, from, via };
+        let image = |image, first| From::Image {
+            image: ImageId(image),
+            first: CompactIndex(first),
+        };
+        let runs = [
+            run(2, image(9, 0), Via::C1),
+            run(6, From::Literal, Via::Literal),
+            run(2, From::Literal, Via::Literal),
+        ];
+        let at = |nth, of, index| (nth, (ImageId(of), CompactIndex(index)));
+        // The first is of a run that is not literal.
+        let found = [
+            at(0, 5, 5),
+            at(3, 7, 100),
+            at(4, 7, 101),
+            at(5, 7, 103),
+            at(8, 7, 104),
+        ];
+        let split = split(&runs, &found.into());
+        let expected = [
+            run(2, image(9, 0), Via::C1),
+            run(1, From::Literal, Via::Literal),
+            run(2, image(7, 100), Via::Anchor),
+            run(1, image(7, 103), Via::Anchor),
+            run(2, From::Literal, Via::Literal),
+            run(1, image(7, 104), Via::Anchor),
+            run(1, From::Literal, Via::Literal),
+        ];
+        assert_eq!(split, expected);
+    }
+}
