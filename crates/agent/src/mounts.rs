@@ -3,7 +3,7 @@
 //! - `target`: what is mounted, where an NBD server listens, what is prefetched.
 //! - `record`: the durable record of a mount, for recovery after a crash.
 //! - `start`: starts the mount daemon; `daemon`: the daemon itself.
-//! - `disk`: opens a target as a block device: `local` for local paths, `snapshots` for those of vaults, `connector` and `site_images` for images;
+//! - `disk`: opens a target as a block device: `local` for local paths, `snapshots` for those of vaults (`cached` for those in object stores), `connector` and `site_images` for images;
 //!   `front`: exposes the device as a file, over NBD or as a kernel block device.
 //! - `kernel`: kernel block devices, and the guard process that detaches them after a crash.
 //! - `moving`: moves a disk to another site while it is used. `of_machine`: disks of machines that are mounts.
@@ -14,6 +14,7 @@
 //! - `profiling`: recording what is read first, and prefetching by it.
 //! - `launches`: images in transit that are used. `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
 
+mod cached;
 mod connector;
 mod control;
 mod daemon;

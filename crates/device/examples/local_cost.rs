@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::MemoryDevice;
+use drover_device::local_remote::LocalRemote;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
-use drover_device::testing::LocalRemote;
 use drover_storage::HostDirectory;
 
 const SIZE: u64 = 256 << 20;

@@ -22,6 +22,7 @@
 
 pub mod backend;
 pub mod builder;
+pub mod local_remote;
 pub mod remote;
 pub mod stage;
 pub mod synced;

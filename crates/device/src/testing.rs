@@ -1,14 +1,12 @@
 //! The contract that every device is held to, against a plain reference model: a vector of bytes.
 
 mod faults;
-mod local_remote;
 mod probe;
 
 pub use faults::{
     Bucket, Cut, CutHandle, CutHow, Delay, Errors, ErrorsHandle, Fault, Latency, Rate, Strict,
     When, Wire,
 };
-pub use local_remote::{Committer, Direct, LocalRemote};
 pub use probe::{Call, Probe};
 
 use drover_core::{BlockDevice, DeviceError, ExtentKind, Zeroes};

@@ -139,7 +139,8 @@ impl Disk {
         if let Some(disk) = &image.local {
             let (home, disk, how) = (home.clone(), disk.clone(), how.clone());
             let mount = Holder::new(&record.name, mount_id(record, index));
-            let open = move || local::open(&home, &disk, &how, &mount);
+            let cache = place.cache(index);
+            let open = move || local::open(&home, &disk, &how, &mount, &cache);
             let (device, lock) = tokio::task::spawn_blocking(open).await??;
             return Ok(Disk::new(image, mode, device, Kind::Local(lock)));
         }
@@ -379,7 +380,7 @@ impl Disk {
         };
         match &self.kind {
             Kind::Local(lock) => {
-                status.local = status.size;
+                status.local = lock.local().unwrap_or(status.size);
                 status.link = lock
                     .trouble()
                     .map_or("up".into(), |error| error.to_string());

@@ -1,5 +1,5 @@
 //! Local files and directories, exports of NBD servers, and snapshots of vaults ([`super::snapshots`]), as disks. Reads
-//! and writes go directly to them: there is no cache and no lease; a lock prevents a second mount of a file or directory.
+//! and writes go directly to them: there is no cache, but for snapshots in object stores, and no lease; a lock prevents a second mount of a file or directory.
 
 use std::fs::{File, Metadata, TryLockError};
 use std::io;
@@ -19,6 +19,7 @@ use drover_storage::HostDirectory;
 use drover_store::Catalog;
 use drover_vault::Hold;
 
+use super::cached::Cached;
 use super::record::{How, Place};
 use super::snapshots::{self, Holder};
 use super::target::LocalDisk;
@@ -135,8 +136,9 @@ pub enum Lock {
     Directory(Arc<DirectoryDevice>),
     /// No lock: who may connect is the server's affair.
     Server(Arc<NbdDevice>),
-    /// A snapshot is held in its vault. Its changes are locked while the device is open.
-    Snapshot(Box<Hold>),
+    /// A snapshot is held in its vault; in an object store, there is a cache before it. Its changes are locked while the
+    /// device is open.
+    Snapshot(Box<Hold>, Option<Cached>),
 }
 
 impl Lock {
@@ -150,20 +152,34 @@ impl Lock {
             }
             Lock::Directory(device) => device.unlock(),
             Lock::Server(_) => {}
-            Lock::Snapshot(hold) => hold.release(),
+            Lock::Snapshot(hold, cached) => {
+                if let Some(cached) = cached {
+                    cached.close();
+                }
+                hold.release();
+            }
+        }
+    }
+
+    /// Bytes of the disk that are on this host, if not all are.
+    pub fn local(&self) -> Option<u64> {
+        match self {
+            Lock::Snapshot(_, cached) => cached.as_ref().map(Cached::local),
+            Lock::File(_) | Lock::Directory(_) | Lock::Server(_) => None,
         }
     }
 
     /// Why the disk can no longer be used, if it cannot.
     pub fn trouble(&self) -> Option<DeviceError> {
         match self {
-            Lock::File(_) | Lock::Directory(_) | Lock::Snapshot(_) => None,
+            Lock::File(_) | Lock::Directory(_) | Lock::Snapshot(..) => None,
             Lock::Server(device) => device.ended(),
         }
     }
 }
 
-/// Opens and locks the disk, until the lock is released or device and lock are dropped.
+/// Opens and locks the disk, until the lock is released or device and lock are dropped. `cache` is a directory of the
+/// mount's for a cache, should there be one.
 ///
 /// # Errors
 /// When the disk does not exist, has another type, size or chunk size, is already mounted, or its server refuses.
@@ -172,6 +188,7 @@ pub fn open(
     disk: &LocalDisk,
     how: &How,
     mount: &Holder,
+    cache: &Path,
 ) -> Result<(Arc<dyn BlockDevice>, Lock)> {
     let (stack, lock) = match disk {
         LocalDisk::File(path) => {
@@ -198,8 +215,8 @@ pub fn open(
             key_file,
         } => {
             let disk = (vault, key_file.as_ref(), id);
-            let (device, hold) = snapshots::open(home, disk, how, mount)?;
-            (Stack::over(device), Lock::Snapshot(Box::new(hold)))
+            let (device, hold, cached) = snapshots::open(home, disk, how, mount, cache)?;
+            (Stack::over(device), Lock::Snapshot(Box::new(hold), cached))
         }
     };
     Ok((stack.build()?.device, lock))

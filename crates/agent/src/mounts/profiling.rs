@@ -277,7 +277,7 @@ fn wait_for(put: impl Future<Output = Result<PutProfileReply>> + Send) -> Result
 }
 
 /// The content of a device.
-struct Content(Arc<dyn BlockDevice>);
+pub(super) struct Content(pub(super) Arc<dyn BlockDevice>);
 
 impl ReadAt for Content {
     fn len(&self) -> u64 {

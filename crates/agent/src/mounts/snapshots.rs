@@ -2,7 +2,7 @@
 //! images, under the name of the snapshot, and is there again at the next mount (`drover changes` lists it). The
 //! snapshot is held meanwhile: nobody can forget it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use drover_store::{Catalog, changes};
 use drover_teleport::unfinished;
 use drover_vault::{Hold, Location, Reference, SessionId, SnapshotFile, SnapshotId, Vault};
 
+use super::cached::{self, Cached};
 use super::record::How;
 use super::target::{LocalDisk, Target};
 use crate::error::{Context, Error, Result};
@@ -108,7 +109,7 @@ fn is_image(home: &Home, image: &Target) -> Result<bool> {
     Ok(transfers.iter().any(|t| t.name == name.as_str()))
 }
 
-/// The disk of a snapshot, and what holds it.
+/// The disk of a snapshot, what holds it, and its cache, in the directory `cache`, if its vault is in an object store.
 ///
 /// # Errors
 /// When the snapshot was forgotten or is damaged, its image needs other files, or its changes cannot be opened.
@@ -117,17 +118,24 @@ pub fn open(
     disk: (&Location, Option<&PathBuf>, &SnapshotId),
     how: &How,
     mount: &Holder,
-) -> Result<(Arc<dyn BlockDevice>, Hold)> {
-    let (vault, key_file, id) = disk;
-    let vault = vault_of(vault, key_file)?;
+    cache: &Path,
+) -> Result<(Arc<dyn BlockDevice>, Hold, Option<Cached>)> {
+    let (location, key_file, id) = disk;
+    let vault = vault_of(location, key_file)?;
     let hold = vault.hold(id, mount.session, &mount.text)?;
     let snapshot = vault.open_snapshot(id)?;
     let base = snapshot.record().root;
     let disk = VirtualDisk::from_content(Arc::new(SnapshotFile::new(snapshot)));
     let disk = disk.map_err(|e| Error::refused(format!("{id}: {e}")))?;
-    let device: Arc<dyn BlockDevice> = Arc::new(ImageDevice::new(disk));
+    let mut device: Arc<dyn BlockDevice> = Arc::new(ImageDevice::new(disk));
+    let mut cached = None;
+    if matches!(location, Location::Store(_)) && !how.direct {
+        let identity = format!("{location}\n{id}");
+        let (front, behind) = cached::open(home, device, how, cache, &identity, base)?;
+        (device, cached) = (front, Some(behind));
+    }
     if how.read_only {
-        return Ok((device, hold));
+        return Ok((device, hold, cached));
     }
     let name = ImageName::new(id.to_string())?;
     let path = changes::directory(&home.mounted_dir(), &name);
@@ -143,7 +151,7 @@ pub fn open(
     loop {
         let options = Options::default();
         match Overlay::open(directory.clone(), device.clone(), identity.clone(), options) {
-            Ok(overlay) => return Ok((Arc::new(overlay), hold)),
+            Ok(overlay) => return Ok((Arc::new(overlay), hold, cached)),
             Err(OverlayError::Busy { .. }) if began.elapsed() < LOCK_LIMIT => {
                 std::thread::sleep(Duration::from_millis(20));
             }

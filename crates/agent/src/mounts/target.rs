@@ -66,6 +66,17 @@ impl LocalDisk {
         }
     }
 
+    /// Whether a cache stands before it, unless the mount is direct: each of its reads takes long.
+    pub fn is_cached(&self) -> bool {
+        matches!(
+            self,
+            LocalDisk::Snapshot {
+                vault: Location::Store(_),
+                ..
+            }
+        )
+    }
+
     /// Its mode in the status of a mount.
     pub fn mode(&self) -> &'static str {
         match self {

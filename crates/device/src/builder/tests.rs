@@ -2,10 +2,10 @@ use drover_core::{Capabilities, Cost, DeviceError};
 
 use super::*;
 use crate::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MemoryDevice};
+use crate::local_remote::{Direct, LocalRemote};
 use crate::remote::{Epoch, Shape};
 use crate::stage::Operation;
 use crate::testing::{Call, Cut, CutHow, Errors, Fault, Probe, Strict, When};
-use crate::testing::{Direct, LocalRemote};
 use drover_storage::FakeDirectory;
 
 const LONG: Duration = Duration::from_secs(60);

@@ -9,8 +9,8 @@ use drover_core::{BlockDevice, Capabilities, Cost, Digest, Extent, Zeroes};
 
 use super::*;
 use crate::backend::MemoryDevice;
+use crate::local_remote::{Committer, LocalRemote};
 use crate::remote::{Change, Chunks, Epoch, Local, Remote, Shape, Staged};
-use crate::testing::{Committer, LocalRemote};
 use drover_storage::{Directory, FakeDirectory, Operation};
 
 mod crash;

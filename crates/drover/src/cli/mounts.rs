@@ -399,20 +399,25 @@ impl OptionArgs {
                 "--profile cannot be used with {disk}, which is no image: --record writes its profile to a file"
             ));
         }
+        let is_cached = disk.is_cached();
         let given = [
-            (self.direct, "--direct"),
+            (self.direct && !is_cached, "--direct"),
             (self.sync.is_some(), "--sync"),
-            (self.cache_size.is_some(), "--cache-size"),
-            (self.prefetch.is_some(), "--prefetch"),
+            (self.cache_size.is_some() && !is_cached, "--cache-size"),
+            (self.prefetch.is_some() && !is_cached, "--prefetch"),
             (self.push_interval.is_some(), "--push-interval"),
             (self.window.is_some(), "--window"),
             (self.give_up_after.is_some(), "--give-up-after"),
             (self.lease.is_some(), "--lease"),
-            (self.wait_local.is_some(), "--wait-local"),
+            (self.wait_local.is_some() && !is_cached, "--wait-local"),
         ];
         if let Some((_, option)) = given.iter().find(|(given, _)| *given && local) {
             return Err(format!(
-                "{option} cannot be used with {disk}, which is read and written directly"
+                "{option} cannot be used with {disk}, {}",
+                match is_cached {
+                    true => "whose changes stay here",
+                    false => "which is read and written directly",
+                }
             ));
         }
         match (disk, self.chunk, self.size) {
@@ -427,7 +432,7 @@ impl OptionArgs {
                 "--size cannot be used with {disk}, which has the size that it was made with"
             )),
             (LocalDisk::File(_) | LocalDisk::Nbd(_) | LocalDisk::Snapshot { .. }, Some(_), _)
-                if local =>
+                if local && !is_cached =>
             {
                 Err(format!(
                     "--chunk cannot be used with {disk}, which has no chunks"

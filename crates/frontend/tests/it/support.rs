@@ -68,12 +68,12 @@ pub fn text(path: &Path) -> &str {
 /// `DIRTY` are here and dirty, the others known to be zeros.
 pub fn full() -> (
     std::sync::Arc<drover_device::synced::Synced>,
-    std::sync::Arc<drover_device::testing::LocalRemote>,
+    std::sync::Arc<drover_device::local_remote::LocalRemote>,
 ) {
     use drover_core::BlockDevice;
     use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
     let far = std::sync::Arc::new(drover_device::backend::MemoryDevice::new(64 << 20));
-    let remote = drover_device::testing::LocalRemote::new(far, CHUNK as u32, 2, None).unwrap();
+    let remote = drover_device::local_remote::LocalRemote::new(far, CHUNK as u32, 2, None).unwrap();
     let directory = std::sync::Arc::new(drover_storage::FakeDirectory::default());
     let device = Synced::open(SyncedOptions {
         sync: Sync::Local,

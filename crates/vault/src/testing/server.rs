@@ -58,6 +58,12 @@ impl S3Server {
         false
     }
 
+    /// Its process.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Its port on 127.0.0.1.
     #[must_use]
     pub fn port(&self) -> u16 {

@@ -5,7 +5,7 @@ use drover_vault::testing::S3Server;
 use super::*;
 use crate::mount::clear_all;
 use crate::mount::client::Client;
-use crate::world::Ran;
+use crate::world::{Ran, until};
 
 /// The server; it ends with this.
 struct Store(S3Server);
@@ -89,4 +89,83 @@ fn a_vault_in_an_object_store_does_what_one_in_a_directory_does() {
         .unwrap();
     Ran::of("h", &["snapshots"], gone)
         .fails(1, &["cannot read vault in the vault s3://vaults/team/a"]);
+}
+
+#[test]
+fn a_disk_in_an_object_store_is_fetched_ahead_and_stays_here() {
+    let world = World::new();
+    let Some(store) = Store::start(&world) else {
+        return;
+    };
+    let run = |args: &[&str]| store.run(&world, args);
+    let signal = |name: &str| {
+        let pid = store.0.id().to_string();
+        let sent = std::process::Command::new("kill")
+            .args([name, &pid])
+            .status();
+        assert!(sent.unwrap().success());
+    };
+    let here = |least: u64| {
+        until("so much of the disk is here", || {
+            let mounts = run(&["mounts", "--json"]).ok().json();
+            let local = mounts[0]["disks"][0]["local"].as_u64();
+            local.unwrap_or_else(|| panic!("{mounts:?}")) >= least
+        });
+    };
+    let image = world.image("web.img", 1, 2000);
+    let bytes = fs::read(&image).unwrap();
+    run(&["vault", "init", "s3://vaults/a"]).ok();
+    run(&["snapshot", "web.img"]).ok();
+    let socket = world.path("s");
+    let listen = format!("unix:{}", socket.display());
+    let export = ["export", "web@latest", "--nbd", &listen, "--background"];
+
+    // By default, all of it.
+    run(&export).ok();
+    here(bytes.len() as u64);
+    signal("-STOP");
+    let mut client = Client::connect(&socket, "");
+    for at in (0..bytes.len()).step_by(1 << 20) {
+        let end = (at + (1 << 20)).min(bytes.len());
+        assert!(client.read(at as u64, end - at).unwrap() == bytes[at..end]);
+    }
+    drop(client);
+    signal("-CONT");
+    run(&["unmount", "s"]).ok();
+    clear_all(&world.path("h/mounts"));
+
+    // What the profile of an image with its content names comes first, into a cache that has no room for more.
+    let part = 4 << 20..(4 << 20) + (512 << 10);
+    run(&["index", "web.img"]).ok();
+    let of_image = [
+        "export",
+        "web.img",
+        "--nbd",
+        &listen,
+        "--background",
+        "--profile",
+    ];
+    run(&of_image).ok();
+    let mut client = Client::connect(&socket, "");
+    client.read(part.start as u64, part.len()).unwrap();
+    drop(client);
+    run(&["unmount", "s"]).ok();
+    run(&[&export[..], &["--cache-size", "512K", "--chunk", "32K"]].concat()).ok();
+    here(512 << 10);
+    signal("-STOP");
+    let mut client = Client::connect(&socket, "");
+    assert!(client.read(part.start as u64, part.len()).unwrap() == bytes[part]);
+    drop(client);
+    signal("-CONT");
+    run(&["unmount", "s"]).ok();
+
+    // Nothing is fetched that nobody asked for.
+    for options in [&["--prefetch", "none"][..], &["--direct"]] {
+        run(&[&export[..], options].concat()).ok();
+        let mut client = Client::connect(&socket, "");
+        assert!(client.read(0, 4096).unwrap() == bytes[..4096]);
+        drop(client);
+        run(&["unmount", "s"]).ok();
+    }
+    run(&[&export[..], &["--sync", "remote"]].concat()).fails(2, &["whose changes stay here"]);
 }

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use drover_core::{BlockDevice, Cost};
 use drover_device::backend::MemoryDevice;
+use drover_device::local_remote::LocalRemote;
 use drover_device::synced::{Sync, Synced, SyncedOptions};
 use drover_device::testing::Delay;
-use drover_device::testing::LocalRemote;
 use drover_frontend::nbd::wire::{Request, command as c, flag};
 use drover_storage::HostDirectory;
 

@@ -1,5 +1,6 @@
-//! A remote in the same process: any device, read and written by a few threads. Tests put stages below it that delay,
-//! fail and cut.
+//! A remote in the same process: any device, read and written by a few threads. So a device whose every request takes
+//! long, as one in an object store, gets what a managed device has: a cache, many requests under way, and prefetching.
+//! Tests put stages below it that delay, fail and cut.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -104,6 +105,8 @@ struct Queue {
     reading: Vec<Chunks>,
     /// Threads inside [`Local::next`].
     handing: usize,
+    /// Threads that fetch in the background: one is always left for readers who wait.
+    background: usize,
     jobs: VecDeque<Job>,
     /// [`Local::next`] may return chunks.
     kicked: bool,
@@ -118,6 +121,7 @@ struct Inner {
     committer: Arc<dyn Committer>,
     shape: Shape,
     read_only: bool,
+    threads: usize,
     queue: Mutex<Queue>,
     changed: Condvar,
     local: OnceLock<Weak<dyn Local>>,
@@ -159,12 +163,14 @@ impl LocalRemote {
                 chunk,
             },
             read_only: device.capabilities().read_only,
+            threads,
             device,
             committer,
             queue: Mutex::new(Queue {
                 fetches: VecDeque::new(),
                 reading: Vec::new(),
                 handing: 0,
+                background: 0,
                 jobs: VecDeque::new(),
                 kicked: false,
                 link: 1,
@@ -193,6 +199,7 @@ impl LocalRemote {
         }))
     }
 
+    #[cfg(feature = "testing")]
     /// Takes the link down: requests in flight fail or wait as documented at [`Remote`].
     pub fn cut(&self, why: &str) {
         let lost = {
@@ -206,6 +213,7 @@ impl LocalRemote {
         self.inner.tell_link();
     }
 
+    #[cfg(feature = "testing")]
     /// Brings it up again.
     pub fn mend(&self) {
         {
@@ -362,8 +370,10 @@ impl Inner {
                 let link = queue.link;
                 drop(queue);
                 self.run(job, link);
-            } else if queue.kicked {
+            } else if queue.kicked && (queue.background == 0 || queue.background + 1 < self.threads)
+            {
                 queue.kicked = false;
+                queue.background += 1;
                 // A chunk handed out now may be requested before it is registered here.
                 queue.handing += 1;
                 drop(queue);
@@ -377,6 +387,8 @@ impl Inner {
                 }
                 self.changed.notify_all();
                 next.into_iter().for_each(|chunks| self.fetch(chunks));
+                self.queue.lock().background -= 1;
+                self.changed.notify_one();
             } else {
                 self.changed.wait(&mut queue);
             }
