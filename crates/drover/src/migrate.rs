@@ -175,6 +175,7 @@ async fn depart(
     match moved {
         Ok(report) => {
             if !args.dry_run {
+                let _alone = LEFT.lock().await;
                 close(home, &name).await;
                 ended::left(home, &name, &peer, &report).await;
                 let marked = match args.mark_files || home.config.mark_files {
@@ -199,6 +200,10 @@ async fn depart(
         }
     }
 }
+
+/// Held while a machine that has left is seen to: where no site runs, that takes what only one can have at a time, and the
+/// machines of a host may leave at once.
+static LEFT: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 /// The directory of moves of a machine.
 pub fn work(home: &Home, name: &ImageName) -> PathBuf {

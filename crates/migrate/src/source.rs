@@ -27,7 +27,9 @@ use drover_core::ImageName;
 use drover_hypervisor::machine::{Machine, RunState, Yank};
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
-use drover_net::{Backoff, Code, ConnectOptions, FrameReader, FrameWriter, Refusal, connect_any};
+use drover_net::{
+    Backoff, Code, ConnectOptions, FrameReader, FrameWriter, NetError, Refusal, connect_any,
+};
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Move, Other, Owner, Seed, Token,
 };
@@ -281,15 +283,25 @@ pub async fn estimate(
     stop: watch::Receiver<bool>,
 ) -> Result<MoveReport, MigrateError> {
     let mut disks = disks_of(hypervisor, &options).await?;
-    let built = match hypervisor {
-        Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await?,
-        Hypervisor::Libvirt(_) => false,
+    let mut notes = disks.notes();
+    let described = match hypervisor {
+        Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await,
+        Hypervisor::Libvirt(_) => Ok(false),
+    };
+    let built = match described {
+        // A person may start it before the move.
+        Err(MigrateError::Net(NetError::Refused(refusal))) if refusal.code == Code::Unavailable => {
+            notes.push(refusal.to_string());
+            false
+        }
+        described => described?,
     };
     let mut report = MoveReport {
         machine: options.name_there.to_string(),
         memory_bytes: disks.memory_bytes,
         built,
         handed_over: disks.handed_over(),
+        notes,
         ..MoveReport::default()
     };
     let (of_images, on_event) = Estimated::of(on_event);
@@ -306,10 +318,8 @@ pub async fn estimate(
         disks.clear(machine, &options.work).await;
     }
     estimated?;
-    if let Hypervisor::Qemu(_) = hypervisor {
-        let round_trip = round_trip(&options).await?;
-        report.expected = Some(of_images.expected(report.memory_bytes, round_trip, &options));
-    }
+    let round_trip = round_trip(&options).await?;
+    report.expected = Some(of_images.expected(report.memory_bytes, round_trip, &options));
     Ok(report)
 }
 

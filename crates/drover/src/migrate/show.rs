@@ -146,6 +146,9 @@ impl Show {
             }
             return out::json(&last);
         }
+        for note in &report.notes {
+            out::note(&format!("{}: {}", self.machine, clean(note)));
+        }
         if self.dry_run {
             return out::line(&format!(
                 "{}: can move; {} of memory besides its disks; {}{}{}",

@@ -134,7 +134,12 @@ impl Sites {
 
     /// The machine, with a raw file as its disk.
     async fn start(&self, home: &str) -> Qemu {
-        let path = self.world.path("web.raw");
+        self.start_one("web", home).await
+    }
+
+    /// A machine of this name.
+    async fn start_one(&self, name: &str, home: &str) -> Qemu {
+        let path = self.world.path(&format!("{name}.raw"));
         fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
         let file = Node::File {
             name: "file".into(),
@@ -142,19 +147,23 @@ impl Sites {
         };
         let mut machine = self
             .launch(&[file, raw("file")])
-            .start(&self.world.path(""), &format!("web-{home}"));
+            .start(&self.world.path(""), &format!("{name}-{home}"));
         machine.machine().await;
         machine
     }
 
     /// A QEMU that waits for it.
     async fn wait_for_it(&self, home: &str) -> Qemu {
+        self.wait_for_one("web", home).await
+    }
+
+    async fn wait_for_one(&self, name: &str, home: &str) -> Qemu {
         let stub = Node::Null {
             name: "stub".into(),
             size: SIZE,
         };
         let launch = self.launch(&[stub, raw("stub")]).incoming();
-        let mut machine = launch.start(&self.world.path(""), &format!("web-{home}"));
+        let mut machine = launch.start(&self.world.path(""), &format!("{name}-{home}"));
         machine.machine().await;
         machine
     }
@@ -268,6 +277,49 @@ async fn all_machines_of_a_host_move() {
     here.ended().await;
     goes_on(&here, &mut there).await;
     assert_eq!(evacuate(&["--dry-run"]), "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_machines_of_a_host_without_a_site_move_at_once() {
+    let test = "two_machines_of_a_host_without_a_site_move_at_once";
+    let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
+    let says = |world: &World, home: &str| {
+        let [web, db] = ["web", "db"].map(|name| world.path(&format!("{name}-{home}.qmp")));
+        format!("incoming = {web:?}\n[machines.db]\nincoming = {db:?}")
+    };
+    let Some(mut sites) = Sites::expecting(test, World::new(), &homes, says) else {
+        return;
+    };
+    let site = sites.site("near");
+    site.signal("KILL");
+    site.wait();
+    let (mut here, mut there) = (Vec::new(), Vec::new());
+    for name in ["web", "db"] {
+        here.push(sites.start_one(name, "near").await);
+        there.push(sites.wait_for_one(name, "far").await);
+    }
+    for machine in &mut here {
+        machine.wait_said("beat", 20).await;
+    }
+    let moved = sites.world.run("near", &["evacuate", "far"]).ok();
+    assert!(
+        moved.out.ends_with("2 machines moved to far\n"),
+        "{moved:?}"
+    );
+    for (here, there) in here.iter_mut().zip(&mut there) {
+        here.ended().await;
+        goes_on(here, there).await;
+    }
+    // What both left is known for the way back.
+    let images = sites.world.run("near", &["images", "--json"]).ok().json();
+    assert_eq!(images.len(), 2, "{images:?}\n{}", moved.err);
+    for image in &images {
+        assert_eq!(
+            image["generations"]["frozen"], true,
+            "{images:?}\n{}",
+            moved.err
+        );
+    }
 }
 
 /// Waits until the guest at the destination has written on, and checks all of its records.
@@ -567,6 +619,8 @@ async fn what_cannot_move_is_said() {
         .json();
     let done = dry.last().unwrap();
     assert_eq!(done["dry_run"], true);
+    let note = done["notes"][0].as_str().unwrap();
+    assert!(note.contains("no QEMU waits"), "{done}");
     let expected = &done["expected"];
     assert!(expected["image_wire_bytes"].as_u64() > Some(0), "{done}");
     // 30 ms that are aimed at, 20 for the switch.

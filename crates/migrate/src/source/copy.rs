@@ -377,7 +377,8 @@ impl Driver<'_> {
     }
 
     /// Sends the disks' rounds until the hypervisor has paused the machine for the switch, which it may do once the disks
-    /// are ready: little is written to them between two rounds, or they will not become so and the rest can follow later.
+    /// are ready: little is written to them between two rounds, or they will not become so. Then the rest can follow later,
+    /// or the pause is as long as it takes.
     async fn until_switch(
         &mut self,
         machine: &Machine,
@@ -399,7 +400,7 @@ impl Driver<'_> {
             self.disks.confirm().await?;
             rounds += 1;
             let is_stuck = rounds >= FEW_ROUNDS && sent > before / 5 * 4 || rounds >= MANY_ROUNDS;
-            if waiting.aim.is_none() && (sent < FEW_DIRTY || self.rest.is_some() && is_stuck) {
+            if waiting.aim.is_none() && (sent < FEW_DIRTY || is_stuck) {
                 waiting.allow_switch(self, machine).await?;
             }
             before = sent;

@@ -101,6 +101,23 @@ impl Disks {
         self.mounts.iter().map(ToString::to_string).collect()
     }
 
+    /// What a person should know of them before they move.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let disks = self.offers.iter().zip(&self.media);
+        let with_snapshots = disks.filter(|(_, medium)| medium.snapshots > 0);
+        let note = |(offer, medium): (&DiskOffer, &Medium)| {
+            let snapshots = match medium.snapshots {
+                1 => "1 snapshot".to_owned(),
+                n => format!("{n} snapshots"),
+            };
+            format!(
+                "the disk {} has {snapshots} in its file, which a live move leaves here: only its present state moves",
+                offer.device
+            )
+        };
+        with_snapshots.map(note).collect()
+    }
+
     /// The disks' block nodes.
     pub(crate) fn nodes(&self) -> &[String] {
         &self.nodes

@@ -232,9 +232,12 @@ pub struct MoveReport {
     /// Whether the other site builds the hypervisor for it.
     #[serde(default)]
     pub built: bool,
-    /// What a dry run expects of a machine of QEMU's.
+    /// What a dry run expects.
     #[serde(default)]
     pub expected: Option<Expected>,
+    /// What a person should know: what stays behind, what is missing at the other site.
+    #[serde(default)]
+    pub notes: Vec<String>,
     /// The files of its disks that are left here, and that nothing uses any more.
     pub left: Vec<PathBuf>,
     /// The same, with the disks that they are.

@@ -17,7 +17,7 @@ use drover_store::machine::{MachineRecord, Move};
 use drover_store::replica::Replica;
 
 use super::SiteMachines;
-use super::start::{START_LIMIT, START_POLL, is_listening};
+use super::start::{START_LIMIT, START_POLL, is_listening, none_waits};
 use crate::error::{Error, failed};
 use crate::home::BuildConfig;
 use crate::home::qemu::Files;
@@ -48,6 +48,9 @@ impl SiteMachines {
         let name = &told.machine;
         self.allow(peer, name, &[]).await?;
         let Some(build) = self.build(name) else {
+            if told.spec.is_some() && told.token.is_none() {
+                self.waits(name).await?;
+            }
             return Ok(false);
         };
         let Some(spec) = told.spec else {
@@ -85,6 +88,20 @@ impl SiteMachines {
             stored.await.map_err(failed)?.map_err(failed)?;
         }
         Ok(true)
+    }
+
+    /// Refuses a machine whose QEMU is to wait for it here, and does not.
+    async fn waits(&self, machine: &ImageName) -> Result<(), Refusal> {
+        if self.kind() == Kind::Disk {
+            return Ok(());
+        }
+        let config = self.config(machine)?;
+        match &config.incoming {
+            Some(socket) if config.start.is_empty() && !is_listening(socket).await => {
+                Err(none_waits(machine, socket))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether a QEMU can be built for a machine that was here, and of which this is a replica.

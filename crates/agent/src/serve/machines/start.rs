@@ -32,6 +32,15 @@ pub(super) enum Why {
     Boot,
 }
 
+/// That the hypervisor of a machine is to be started by a person, and was not.
+pub(super) fn none_waits(machine: &ImageName, socket: &Path) -> Refusal {
+    let text = format!(
+        "no QEMU waits for the machine {machine} at {}: start it there with -S -incoming defer, or set `start` in config.toml",
+        socket.display()
+    );
+    Refusal::new(Code::Unavailable, text)
+}
+
 /// Starts the hypervisor of a machine.
 pub(super) async fn start(
     machine: &ImageName,
@@ -42,9 +51,7 @@ pub(super) async fn start(
     let socket = path.display();
     let failed = |text: String| Err(Refusal::new(Code::Unavailable, text));
     let Some((program, arguments)) = command.split_first() else {
-        return failed(format!(
-            "no QEMU waits for the machine {machine} at {socket}: start it there with -S -incoming defer, or set `start` in config.toml"
-        ));
+        return Err(none_waits(machine, path));
     };
     let command = Command::new(program)
         .args(arguments)

@@ -114,7 +114,8 @@ async fn a_machine_of_libvirt_moves_and_comes_back() {
     let mut near = managed.near.console();
     let before = near.wait_said("beat", 20).await;
     let dry = ["migrate", "libvirt:web", "far", "--dry-run"];
-    managed.sites.world.run("near", &dry).ok();
+    let said = managed.sites.world.run("near", &dry).ok().out;
+    assert!(said.contains("a pause of about "), "{said}");
     assert!(
         managed.disks("near", false).contains("web.raw"),
         "untouched"

@@ -302,9 +302,28 @@ const LARGE: u64 = 2 << 20;
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_pause() {
     let test = "a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_pause";
-    let Some(sites) = Sites::new(test) else {
+    let Some(done) = writes_faster_than_the_link(test, &[]).await else {
         return;
     };
+    let left = done["left_bytes"].as_u64().unwrap();
+    assert!(left > 0, "{done}");
+    let pause = done["pause"]["total_ms"].as_u64().unwrap();
+    assert!(pause < 5000, "{done}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_writes_faster_than_the_link_carries_moves_in_one_piece_if_it_has_to() {
+    let test = "a_machine_that_writes_faster_than_the_link_carries_moves_in_one_piece_if_it_has_to";
+    let Some(done) = writes_faster_than_the_link(test, &["--post-copy", "never"]).await else {
+        return;
+    };
+    assert_eq!(done["left_bytes"], 0, "{done}");
+}
+
+/// A machine that writes more to its disk in a second than the limit lets through moves with these options: what the
+/// command says at its end.
+async fn writes_faster_than_the_link(test: &str, options: &[&str]) -> Option<Value> {
+    let sites = Sites::new(test)?;
     let launch = |disk: Node| {
         let launch = Launch::new().node(&disk).node(&raw("file"));
         launch.disk("vd0", "disk").guest(&sites.guest, 0, 0)
@@ -328,15 +347,13 @@ async fn a_machine_that_writes_faster_than_the_link_carries_moves_with_a_short_p
     let records = here.said("beat").unwrap() - begun;
     let rate = records as f64 * 4096.0 / writing.elapsed().as_secs_f64();
     let limit = format!("{}", (rate * 0.7) as u64);
-    let done = Moving::begin(&sites, "near", "far", &["--limit", &limit]).done();
+    let options = [&["--limit", &limit], options].concat();
+    let done = Moving::begin(&sites, "near", "far", &options).done();
     println!("{rate} bytes/s written; {done}");
-    let left = done["left_bytes"].as_u64().unwrap();
-    assert!(left > 0, "{done}");
-    let pause = done["pause"]["total_ms"].as_u64().unwrap();
-    assert!(pause < 5000, "{done}");
     here.ended().await;
     goes_on(&here, &mut there).await;
     assert_eq!(states(&sites), ("away".into(), "here".into()));
+    Some(done)
 }
 
 #[tokio::test(flavor = "multi_thread")]
