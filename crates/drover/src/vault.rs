@@ -463,7 +463,10 @@ fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
     let vault = open(home, &args.of)?;
     let place = args.to.clone().absolute()?;
     let to = copy_of(home, &vault, &place, true)?;
-    let mut progress = Progress::on(Bar::counting("copy", "snapshots", args.of.json), args.of.json);
+    let mut progress = Progress::on(
+        Bar::counting("copy", "snapshots", args.of.json),
+        args.of.json,
+    );
     let (began, limit) = (Instant::now(), args.limit.filter(|&limit| limit > 0));
     let copied = vault.copy(&to, &mut |p| {
         progress.bar.at(p.done_snapshots, p.total_snapshots);
