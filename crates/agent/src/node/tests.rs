@@ -57,6 +57,7 @@ fn the_term_does_not_wait_for_what_is_taken_over() {
             Ok(Vec::new())
         }),
         is_idle: Box::new(|_, _| true),
+        identity: None,
     };
     let lock = tempfile::tempfile().unwrap();
     let node = Node::start(setting, nodes, lock, asked).unwrap();

@@ -45,7 +45,7 @@ fn writers_continue_during_a_push_and_the_remote_has_no_later_write_without_the_
                 let base = writer * 10 * u64::from(CHUNK);
                 // A push takes as long as it takes on this machine: one of them begins before the last write.
                 let is_pushed = || far.commits.load(Ordering::Acquire) > 0;
-                let mut number = 0;
+                let mut number = 0u64;
                 while number < 399 || !is_pushed() {
                     number += 1;
                     device.write(base, &number.to_le_bytes()).unwrap();
