@@ -9,6 +9,7 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_net::{PeerKey, decode, encode};
+use drover_store::nodes::MAX_ORDER_BYTES;
 use drover_store::profile::Profile;
 use drover_teleport::progress::ImageReport;
 use drover_teleport::{Effort, SendItem};
@@ -66,6 +67,9 @@ struct UnitItem {
     profile: Option<Vec<u8>>,
 }
 
+/// Upper bound on the bytes of a profile that is sent along; without it the image is as good.
+const MAX_PROFILE: usize = MAX_ORDER_BYTES / 2;
+
 const CONVERSIONS: [Conversion; 4] = [
     Conversion::AsIs,
     Conversion::Opaque,
@@ -77,11 +81,12 @@ const CONVERSIONS: [Conversion; 4] = [
 #[must_use]
 pub fn encode_item(item: &SendItem) -> Vec<u8> {
     let conversion = CONVERSIONS.iter().position(|c| *c == item.conversion);
+    let profile = item.profile.as_ref().map(|profile| profile.encode());
     encode(&UnitItem {
         path: item.path.as_os_str().as_bytes().to_vec(),
         name: item.name.clone(),
         conversion: conversion.unwrap_or(0) as u8,
-        profile: item.profile.as_ref().map(|profile| profile.encode()),
+        profile: profile.filter(|bytes| bytes.len() <= MAX_PROFILE),
     })
 }
 

@@ -2,7 +2,7 @@
 //! and sends each to a node of the other site.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use drover_net::RateLimit;
@@ -30,13 +30,79 @@ const MAX_AT_ONCE: usize = 8;
 /// How long a node that stops waits until what it sends can be resumed.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
+/// What a node sends in the time between two looks, in bytes, if it waits for others all the time.
+const IDLE_BYTES: u64 = 64 << 10;
+
 /// An image that this node sends.
 struct Unit {
     node: Arc<Node>,
     taken: TakenUnit,
+    /// How many images of the job this node sends at once.
+    at_once: usize,
+    /// What all of them share.
+    limit: Option<Arc<RateLimit>>,
     said: Mutex<UnitSaid>,
     counters: Arc<Counters>,
     wire: Arc<WireTotals>,
+}
+
+/// The images that this node sends.
+#[derive(Default)]
+struct Doing {
+    units: Vec<Arc<Unit>>,
+    /// Bytes that they had sent at the last look.
+    sent: u64,
+    /// Whether all of them wait, as for blocks that another node sends.
+    idle: bool,
+}
+
+impl Doing {
+    fn places(&self) -> Vec<(String, i64)> {
+        self.units.iter().map(|unit| unit.place()).collect()
+    }
+
+    /// The jobs of which it sends enough images. While these wait, it sends more.
+    fn full(&self) -> Vec<String> {
+        let of = |job: &String| self.units.iter().filter(|u| u.taken.job == *job).count();
+        let full = self
+            .units
+            .iter()
+            .filter(|unit| of(&unit.taken.job) >= unit.at_once);
+        match self.idle {
+            true => Vec::new(),
+            false => full.map(|unit| unit.taken.job.clone()).collect(),
+        }
+    }
+
+    /// Looks whether anything was sent since the last time.
+    fn look(&mut self) {
+        let sent = self.units.iter().map(|unit| unit.wire.sent()).sum();
+        let has_begun = |unit: &Arc<Unit>| unit.said().started.is_some();
+        self.idle = self.units.iter().all(has_begun) && sent < self.sent + IDLE_BYTES;
+        self.sent = sent;
+    }
+
+    fn add(&mut self, node: &Arc<Node>, taken: TakenUnit) -> Arc<Unit> {
+        let order = JobOrder::decode(&taken.order).ok();
+        let limit = order.as_ref().and_then(|order| order.limit);
+        let mut same = self.units.iter().filter(|u| u.taken.job == taken.job);
+        let limit = match same.next() {
+            Some(other) => other.limit.clone(),
+            None => limit.map(|rate| Arc::new(RateLimit::new(rate))),
+        };
+        let unit = Arc::new(Unit {
+            node: Arc::clone(node),
+            taken,
+            at_once: order.map_or(1, |order| order.at_once.max(1) as usize),
+            limit,
+            said: Mutex::default(),
+            counters: Arc::default(),
+            wire: Arc::default(),
+        });
+        self.units.push(Arc::clone(&unit));
+        self.idle = false;
+        unit
+    }
 }
 
 /// Takes work and does it, until the site stops.
@@ -49,38 +115,20 @@ pub async fn work(server: Arc<Server>) {
     }
     let mut stop = server.stop.clone();
     let mut running: JoinSet<(String, i64)> = JoinSet::new();
-    let mut doing: Vec<(String, i64)> = Vec::new();
-    let mut full: Vec<(String, usize)> = Vec::new();
+    let mut doing = Doing::default();
+    let mut looks = tokio::time::interval(LOOK_EVERY);
     loop {
         let mut has_taken = false;
-        if node.takes_work() && doing.len() < MAX_AT_ONCE {
-            let (of, has) = (Arc::clone(&node), doing.clone());
-            let count = |job: &String| doing.iter().filter(|(of, _)| of == job).count();
-            let enough = full.iter().filter(|(job, most)| count(job) >= *most);
-            let enough: Vec<String> = enough.map(|(job, _)| job.clone()).collect();
-            let take = move || of.nodes().take_unit(of.token(), &has, &enough);
+        if node.takes_work() && doing.units.len() < MAX_AT_ONCE {
+            let (of, places, full) = (Arc::clone(&node), doing.places(), doing.full());
+            let take = move || of.nodes().take_unit(of.token(), &places, &full);
             match tokio::task::spawn_blocking(take).await {
                 Ok(Ok(Some(taken))) => {
                     has_taken = true;
-                    doing.push((taken.job.clone(), taken.nth));
-                    full.retain(|(job, _)| doing.iter().any(|(of, _)| of == job));
-                    if let Ok(order) = JobOrder::decode(&taken.order)
-                        && !full.iter().any(|(job, _)| *job == taken.job)
-                    {
-                        full.push((taken.job.clone(), order.at_once.max(1) as usize));
-                    }
-                    let at = (taken.job.clone(), taken.nth);
-                    let unit = Unit {
-                        node: Arc::clone(&node),
-                        taken,
-                        said: Mutex::default(),
-                        counters: Arc::default(),
-                        wire: Arc::default(),
-                    };
-                    let server = Arc::clone(&server);
+                    let (unit, server) = (doing.add(&node, taken), Arc::clone(&server));
                     running.spawn(async move {
                         unit.run(&server).await;
-                        at
+                        unit.place()
                     });
                 }
                 Ok(Ok(None)) => {}
@@ -94,13 +142,13 @@ pub async fn work(server: Arc<Server>) {
         }
         tokio::select! {
             () = stopped(&mut stop) => break,
-            () = sleep(LOOK_EVERY) => {}
+            _ = looks.tick() => doing.look(),
             Some(ended) = running.join_next() => match ended {
-                Ok(at) => doing.retain(|other| *other != at),
+                Ok(at) => doing.units.retain(|unit| unit.place() != at),
                 Err(e) => {
                     tracing::error!("an image is not sent any more: {e}");
                     // Which one is not known: those that are left are asked for again.
-                    doing.clear();
+                    doing.units.clear();
                     running.abort_all();
                 }
             },
@@ -111,8 +159,16 @@ pub async fn work(server: Arc<Server>) {
 }
 
 impl Unit {
+    fn place(&self) -> (String, i64) {
+        (self.taken.job.clone(), self.taken.nth)
+    }
+
+    fn said(&self) -> MutexGuard<'_, UnitSaid> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn say(&self, change: impl FnOnce(&mut UnitSaid)) {
-        change(&mut self.said.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.said());
     }
 
     /// Tells the process that waits for it; false if this node is to stop.
@@ -120,7 +176,7 @@ impl Unit {
         let unit = Arc::clone(self);
         let tell = move || {
             let said = {
-                let mut said = unit.said.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut said = unit.said();
                 said.counters = unit.counters.values();
                 said.wire = (unit.wire.sent(), unit.wire.received());
                 said.encode()
@@ -133,8 +189,8 @@ impl Unit {
         Ok(tokio::task::spawn_blocking(tell).await??)
     }
 
-    async fn run(self, server: &Arc<Server>) {
-        let unit = Arc::new(self);
+    async fn run(self: &Arc<Self>, server: &Arc<Server>) {
+        let unit = self;
         let (halt, halted) = watch::channel(false);
         let sending = unit.send(server, &halted);
         tokio::pin!(sending);
@@ -205,7 +261,7 @@ impl Unit {
             peer_name: order.peer_name,
             addresses: order.addresses,
             route: Arc::default(),
-            limit: order.limit.map(|rate| Arc::new(RateLimit::new(rate))),
+            limit: self.limit.clone(),
             dry_run: false,
             connections: order.connections,
             compress: order.compress,

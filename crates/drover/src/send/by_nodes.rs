@@ -12,7 +12,7 @@ use drover_agent::join;
 use drover_agent::text::{bytes, clean, count};
 use drover_core::ImageName;
 use drover_net::{DEFAULT_DOMAIN, random_id};
-use drover_store::nodes::{JOB_TERM, JobInfo, NodeState, Nodes, UnitState};
+use drover_store::nodes::{JOB_TERM, JobInfo, NodeInfo, NodeState, Nodes, UnitState};
 use drover_teleport::progress::{ImageReport, SendEvent, WireTotals};
 use drover_teleport::{
     FlockOrder, FlockSent, SendLane, SendOptions, TeleportError, end_flock, open_flock,
@@ -62,7 +62,8 @@ pub async fn find(home: &Home, order: &FlockOrder) -> Result<Option<ByNodes>> {
     let found = tokio::task::spawn_blocking(move || {
         let nodes = join::nodes(&home)?;
         let listed = nodes.list().map_err(Error::from)?;
-        if !listed.iter().any(|n| n.row.state == NodeState::Serving) {
+        let serves = |node: &NodeInfo| node.row.state == NodeState::Serving && node.left_ms > 0;
+        if !listed.iter().any(serves) {
             return Ok(None);
         }
         let images = home.images_dir();

@@ -139,6 +139,6 @@ pub struct UnitInfo {
 pub struct JobInfo {
     /// Its units.
     pub units: Vec<UnitInfo>,
-    /// Nodes that are running.
+    /// Nodes that are running, and whose terms are not over.
     pub nodes: usize,
 }

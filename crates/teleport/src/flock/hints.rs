@@ -70,6 +70,11 @@ impl Hints {
         &mut self.flocks[last].1
     }
 
+    /// A flock is over.
+    pub fn forget(&mut self, flock: &[u8; 16]) {
+        self.flocks.retain(|(id, _)| id != flock);
+    }
+
     /// The node `node`, which receives `image`, is about to ask for these blocks, each with its compact index: which of them were
     /// asked for before. The others are its own from now on.
     pub fn claim(
@@ -192,5 +197,8 @@ mod tests {
         assert_eq!(found(&mut hints, 0, 4), 1);
         assert_eq!(found(&mut hints, 1, 5), 0);
         assert_eq!(hints.flocks.len(), MAX_FLOCKS);
+        hints.forget(&[1; 16]);
+        assert_eq!(hints.flocks.len(), MAX_FLOCKS - 1);
+        assert_eq!(found(&mut hints, 1, 6), 0);
     }
 }

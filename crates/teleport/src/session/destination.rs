@@ -90,7 +90,10 @@ impl Service for FlockSessions {
                 session,
                 flock,
             } = call.request()?;
-            let Some(flock) = self.0.flock_of(&peer.key, &flock) else {
+            // It may be in a record that another node has written.
+            let (site, key) = (Arc::clone(&self.0), peer.key);
+            let found = tokio::task::spawn_blocking(move || site.flock_of(&key, &flock));
+            let Some(flock) = found.await? else {
                 let text = "the site knows of no such flock from you, or it is over; send it again";
                 return Ok(call.refuse(&Refusal::new(Code::NotFound, text)).await?);
             };

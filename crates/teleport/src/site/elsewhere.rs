@@ -17,7 +17,7 @@ use crate::flock::live::Flock;
 use crate::services::{ClaimBlocks, LookAt, Looked, Looks, MAX_LOOKED, MAX_SPANS};
 use crate::transfers::is_key;
 
-/// Upper bound on the images at other nodes that are known; more are not copied from.
+/// Upper bound on the images that are known to arrive at other nodes; more are not copied from.
 const MAX_IMAGES: usize = 4096;
 
 /// Blocks that are in a file of another node.
@@ -112,6 +112,9 @@ impl Site {
     /// Notes which node receives an image; false if there are too many.
     fn note_elsewhere(&self, image: ImageId, node: &str) -> bool {
         let mut images = self.elsewhere.images.lock();
+        if images.len() >= MAX_IMAGES {
+            images.retain(|image, _| !self.images.knows(*image));
+        }
         let fits = images.len() < MAX_IMAGES || images.contains_key(&image);
         if fits {
             images.insert(image, node.to_owned());

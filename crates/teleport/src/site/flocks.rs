@@ -219,6 +219,7 @@ impl Site {
         *record = changed;
         if record.is_over() {
             self.flocks.live.write().retain(|f| f.key != flock.key);
+            self.elsewhere.hints.lock().forget(&flock.id);
         }
         Ok(())
     }

@@ -69,18 +69,21 @@ impl ServerTable {
         }
     }
 
-    /// The server.
-    pub(super) fn server(&self) -> &Server {
-        &self.server
-    }
-
-    /// The connection of all calls but those for the term.
-    pub(super) fn link(&self) -> &Mutex<Link> {
-        &self.link
+    /// Runs `f` in a transaction of its own, which is kept if it says so, in turn with the other calls.
+    pub(super) fn alone_with<T>(
+        &self,
+        doing: &'static str,
+        f: impl FnOnce(&Open) -> Result<(bool, T), RowError>,
+    ) -> Result<T> {
+        self.alone(&self.link, doing, |link| {
+            let open = Open::begin(link, &self.server, "BEGIN")?;
+            let (keep, out) = f(&open)?;
+            Ok((open.commit(keep)?, out))
+        })
     }
 
     /// Runs `f` with a connection, which it returns.
-    pub(super) fn alone<T>(
+    fn alone<T>(
         &self,
         link: &Mutex<Link>,
         doing: &'static str,

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use rusqlite::types::Value;
 
-use super::link::Link;
 use super::nodes::{ServerTable, must_be_in, number, rows_of, text, word};
 use super::open::Open;
 use crate::catalog_error::Result;
@@ -46,19 +45,6 @@ fn unit(row: &[Value]) -> Result<Unit, RowError> {
 }
 
 impl ServerTable {
-    /// Runs `f` in a transaction of its own, which is kept if it says so.
-    fn work<T>(
-        &self,
-        doing: &'static str,
-        f: impl FnOnce(&Open) -> Result<(bool, T), RowError>,
-    ) -> Result<T> {
-        self.alone(self.link(), doing, |link: &mut Link| {
-            let open = Open::begin(link, self.server(), "BEGIN")?;
-            let (keep, out) = f(&open)?;
-            Ok((open.commit(keep)?, out))
-        })
-    }
-
     /// See [`crate::nodes::Nodes::begin_job`].
     pub fn begin_job(
         &self,
@@ -68,7 +54,7 @@ impl ServerTable {
         term: Duration,
     ) -> Result<()> {
         let too_large = |bytes: &[u8]| bytes.len() > MAX_ORDER_BYTES;
-        self.work("entering a job", |open| {
+        self.alone_with("entering a job", |open| {
             if items.len() > MAX_UNITS || too_large(order) || items.iter().any(|i| too_large(i)) {
                 return Err(RowError::Conflict("the job is too large".into()));
             }
@@ -103,7 +89,7 @@ impl ServerTable {
         doing: &[(String, i64)],
         full: &[String],
     ) -> Result<Option<TakenUnit>> {
-        self.work("taking a unit of work", |open| {
+        self.alone_with("taking a unit of work", |open| {
             must_be_in(open, token)?;
             let waiting = format!(
                 "SELECT u.job, u.nth, u.state, u.token, CAST(EXISTS (SELECT 1 FROM nodes n WHERE n.token = u.token AND n.{IS_IN}) AS INT)::BIGINT
@@ -156,7 +142,7 @@ impl ServerTable {
         state: UnitState,
         said: &[u8],
     ) -> Result<bool> {
-        self.work("telling of a unit of work", |open| {
+        self.alone_with("telling of a unit of work", |open| {
             must_be_in(open, token)?;
             let key = vec![text(at.0), Value::Integer(at.1)];
             let sql = format!(
@@ -180,7 +166,7 @@ impl ServerTable {
 
     /// See [`crate::nodes::Nodes::watch_job`].
     pub fn watch_job(&self, id: &str) -> Result<Option<JobInfo>> {
-        self.work("looking at a job", |open| {
+        self.alone_with("looking at a job", |open| {
             let sql = format!(
                 "UPDATE jobs SET ends_ms = {NOW} + term_ms WHERE id = $1 RETURNING term_ms"
             );
@@ -198,7 +184,7 @@ impl ServerTable {
                 })
             });
             let units = units.collect::<Result<Vec<_>, RowError>>()?;
-            let count = format!("SELECT count(*) FROM nodes WHERE {IS_IN}");
+            let count = format!("SELECT count(*) FROM nodes WHERE {IS_IN} AND ends_ms >= {NOW}");
             let count = rows_of(open, &count, Vec::new())?;
             let nodes = count.first().map_or(0, |row| number(row, 0));
             let nodes = usize::try_from(nodes).unwrap_or(0);
@@ -208,7 +194,7 @@ impl ServerTable {
 
     /// See [`crate::nodes::Nodes::end_job`].
     pub fn end_job(&self, id: &str) -> Result<()> {
-        self.work("ending a job", |open| {
+        self.alone_with("ending a job", |open| {
             rows_of(open, "DELETE FROM jobs WHERE id = $1", vec![text(id)])?;
             Ok((true, ()))
         })

@@ -123,7 +123,10 @@ impl Site {
                 live.retain(|flock| flock.key != key);
                 live.push(Flock::new(key, &record));
             }
-            _ => live.retain(|flock| flock.key != key),
+            _ => {
+                live.retain(|flock| flock.key != key);
+                self.elsewhere.hints.lock().forget(&record.id);
+            }
         }
         known.insert(key.into(), record);
     }
