@@ -579,7 +579,8 @@ fn stats(vault: &Vault, as_json: bool) -> Result<()> {
         return out::json(&json!({
             "vault": vault.place(), "machines": s.machines, "snapshots": s.snapshots, "data_bytes": s.data_bytes,
             "containers": s.containers, "container_bytes": s.container_bytes, "metadata_bytes": s.metadata_bytes,
-            "used_bytes": s.used_bytes, "garbage_bytes": s.garbage_bytes,
+            "used_bytes": s.used_bytes, "garbage_bytes": s.garbage_bytes, "hooks": s.hooks,
+            "index_bytes": s.index_bytes,
         }));
     }
     let row = |what: &str, n: u64| vec![what.to_owned(), bytes(n)];
@@ -589,6 +590,7 @@ fn stats(vault: &Vault, as_json: bool) -> Result<()> {
         row("containers, compressed", s.container_bytes),
         row("metadata", s.metadata_bytes),
         row("garbage, before compression", s.garbage_bytes),
+        row("index of a backup, in memory", s.index_bytes),
     ];
     out::line(&format!(
         "{}: {} of {}, {}",

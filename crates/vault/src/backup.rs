@@ -50,8 +50,8 @@ pub struct Backup {
     pub record: Made,
     /// Notes for the user.
     pub notes: Vec<String>,
-    /// Memory that the hooks of the index took, in bytes.
-    pub hook_bytes: u64,
+    /// Memory of the index that grows with the vault, in bytes.
+    pub index_bytes: u64,
 }
 
 /// 8 MiB of a walk.
@@ -135,12 +135,12 @@ impl Vault {
                 id,
             };
             match attempt.run(progress) {
-                Ok((record, hook_bytes)) => {
+                Ok((record, index_bytes)) => {
                     outcome = Ok(Backup {
                         id: attempt.id,
                         record,
                         notes,
-                        hook_bytes,
+                        index_bytes,
                     });
                     break;
                 }
@@ -211,7 +211,7 @@ impl Attempt<'_> {
         let written = head.parts + 1;
         let generations = walked.index.generations();
         vault.commit(&self.id, written, &walked.uses, &generations, &record)?;
-        Ok((record, walked.index.hook_bytes() as u64))
+        Ok((record, walked.index.bytes() as u64))
     }
 
     fn walk(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Walked> {

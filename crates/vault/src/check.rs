@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::container::{ContainerId, LocalIds};
+use crate::container::ContainerId;
 use crate::copy::Copying;
 use crate::error::{Result, VaultError};
+use crate::ids::Ids;
 use crate::index::Places;
 use crate::names::{Machine, SnapshotId, container_key};
 use crate::problem::Problem;
@@ -41,7 +42,7 @@ pub struct CheckReport {
 /// A container that snapshots use: its machine, and who uses what.
 struct Used {
     machine: Machine,
-    by: Vec<(usize, LocalIds)>,
+    by: Vec<(usize, Ids)>,
 }
 
 impl Vault {
@@ -94,7 +95,7 @@ impl Vault {
             ids.push(id);
             for (container, (machine, bits)) in uses.containers {
                 let entry = used.entry(container).or_insert_with(|| Used {
-                    machine,
+                    machine: (*machine).clone(),
                     by: Vec::new(),
                 });
                 entry.by.push((number, bits));
@@ -222,7 +223,7 @@ impl Vault {
         };
         let mut bad: BTreeSet<u16> = BTreeSet::new();
         for (_, bits) in &used.by {
-            bad.extend(bits.without(&head.present).iter());
+            bad.extend(bits.bits().without(&head.present).iter());
         }
         if whole {
             let bytes = match self.objects.get(&key) {
@@ -238,7 +239,10 @@ impl Vault {
         if bad.is_empty() {
             return Ok(None);
         }
-        let hit = |bits: &LocalIds| bad.iter().any(|&local| bits.contains(local));
+        let hit = |bits: &Ids| {
+            let bits = bits.bits();
+            bad.iter().any(|&local| bits.contains(local))
+        };
         let affected = used.by.iter().filter(|(_, bits)| hit(bits));
         Ok(Some(Problem {
             what: format!("{} blocks of {key} are damaged or missing", bad.len()),

@@ -10,8 +10,11 @@ use drover_core::BLOCK_SIZE_U64;
 
 use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
+use crate::ids::Ids;
+use crate::index::KNOWN_BYTES;
 use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
 use crate::record::{HookRecord, SnapshotRecord};
+use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
 use crate::vault::Vault;
 use crate::whole::next_generation;
@@ -74,10 +77,14 @@ pub struct Stats {
     pub used_bytes: u64,
     /// Blocks stored that no snapshot uses, in bytes.
     pub garbage_bytes: u64,
+    /// Hooks of the sparse index.
+    pub hooks: u64,
+    /// Memory that the index takes in a backup, beside at most 16 MiB whatever the vault holds.
+    pub index_bytes: u64,
 }
 
 /// What is used of each container.
-type InUse = HashMap<ContainerId, LocalIds>;
+type InUse = HashMap<ContainerId, Ids>;
 
 impl Vault {
     /// What snapshots use; `Missing` or damage of one is an error: nothing may be freed then.
@@ -159,11 +166,10 @@ impl Vault {
             snapshots: ids.len() as u64,
             ..Forgotten::default()
         };
-        let nothing = LocalIds::default();
         for (id, used) in &gone {
-            let others = kept.get(id).unwrap_or(&nothing);
-            freed.garbage_bytes += u64::from(used.without(others).count()) * BLOCK_SIZE_U64;
-            if let Some((_, _, size)) = places.get(id).filter(|_| *others == nothing) {
+            let others = kept.get(id).map(Ids::bits).unwrap_or_default();
+            freed.garbage_bytes += u64::from(used.bits().without(&others).count()) * BLOCK_SIZE_U64;
+            if let Some((_, _, size)) = places.get(id).filter(|_| others.count() == 0) {
                 freed.dead_containers += 1;
                 freed.dead_bytes += size;
             }
@@ -225,7 +231,7 @@ impl Vault {
 
         let mut candidates: Vec<ContainerId> = Vec::new();
         for (&id, (machine, generation, _)) in &places {
-            let used = in_use.get(&id).map_or(0, LocalIds::count);
+            let used = in_use.get(&id).map_or(0, Ids::count);
             if claims.contains(&id.session()) {
                 continue;
             }
@@ -250,7 +256,7 @@ impl Vault {
                     break;
                 }
                 let (machine, generation, size) = &places[&id];
-                let used = in_use.get(&id).cloned().unwrap_or_default();
+                let used = in_use.get(&id).map(Ids::bits).unwrap_or_default();
                 let freed = match used.count() {
                     0 => {
                         self.remove_container(machine, id)?;
@@ -515,13 +521,15 @@ impl Vault {
         for (id, (machine, generation, size)) in self.containers(None)? {
             stats.containers += 1;
             stats.container_bytes += size;
-            let used = in_use.get(&id).map_or(0, LocalIds::count);
+            let used = in_use.get(&id).map_or(0, Ids::count);
             stats.used_bytes += u64::from(used) * BLOCK_SIZE_U64;
             if let Ok(Some(head)) = self.head(&machine, id, generation) {
                 let garbage = (head.digests.len() as u64).saturating_sub(u64::from(used));
                 stats.garbage_bytes += garbage * BLOCK_SIZE_U64;
+                stats.hooks += hooks_of(&head.digests).count() as u64;
             }
         }
+        stats.index_bytes = stats.hooks * HOOK_BYTES as u64 + stats.containers * KNOWN_BYTES as u64;
         Ok(stats)
     }
 

@@ -96,7 +96,7 @@ impl Vault {
                 Some((_, generation, _)) if generations.get(id) == Some(generation) => {}
                 // Compacted since its list was read.
                 Some((_, generation, _)) => match self.head(machine, *id, *generation)? {
-                    Some(head) if used.without(&head.present).count() == 0 => {}
+                    Some(head) if used.are_in(&head.present) => {}
                     _ => return Ok(false),
                 },
             }

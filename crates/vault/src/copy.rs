@@ -409,7 +409,8 @@ impl<'a> Copying<'a> {
         let mut generations = HashMap::new();
         for (container, (machine, used)) in &uses.containers {
             claims.renew()?;
-            let generation = self.container(machine, *container, used, claims)?;
+            let used = used.bits();
+            let generation = self.container(machine, *container, &used, claims)?;
             generations.insert(*container, generation);
         }
         let mut written = 0;

@@ -7,10 +7,14 @@ use drover_core::Digest;
 
 use crate::container::{ContainerId, Head, MAX_HEAD};
 use crate::error::Result;
+use crate::hooks::Ordinal;
 use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
 use crate::record::HookRecord;
-use crate::sparse::{Found, List, MAX_CHAMPIONS, Ordinal, SparseIndex, hooks_of};
+use crate::sparse::{Found, List, MAX_CHAMPIONS, SparseIndex, hook_entry, hooks_of};
 use crate::vault::Vault;
+
+/// Bytes of memory that a container takes in the index, beside its hooks.
+pub(crate) const KNOWN_BYTES: usize = size_of::<Known>();
 
 struct Known {
     id: ContainerId,
@@ -100,6 +104,7 @@ impl VaultIndex {
             let ordinal = index.add(id, &machine, generation, marked.contains(&id));
             by_id.insert(id, (ordinal, false));
         }
+        let mut hooks = Vec::new();
         for object in vault.objects.list("hooks")? {
             let decoded = match vault.objects.get(&object.key) {
                 Ok(None) => continue,
@@ -118,8 +123,7 @@ impl VaultIndex {
                 if let Some((ordinal, covered)) = by_id.get_mut(&id).filter(|(_, covered)| !covered)
                 {
                     *covered = true;
-                    tags.iter()
-                        .for_each(|&t| index.sparse.add_hook(t, *ordinal));
+                    hooks.extend(tags.into_iter().map(|tag| hook_entry(tag, *ordinal)));
                 }
             }
         }
@@ -131,10 +135,10 @@ impl VaultIndex {
         bare.sort_unstable();
         for ordinal in bare {
             if let Some(head) = index.read_head(vault, ordinal)? {
-                let sparse = &mut index.sparse;
-                hooks_of(&head.digests).for_each(|t| sparse.add_hook(t, ordinal));
+                hooks.extend(hooks_of(&head.digests).map(|tag| hook_entry(tag, ordinal)));
             }
         }
+        index.sparse.load_hooks(hooks);
         Ok(index)
     }
 
@@ -176,8 +180,7 @@ impl VaultIndex {
     /// Adds a container of this session.
     pub(crate) fn add_own(&mut self, id: ContainerId, machine: &Machine, list: List) -> Ordinal {
         let ordinal = self.add(id, machine, 0, false);
-        let sparse = &mut self.sparse;
-        hooks_of(&list.digests).for_each(|t| sparse.add_hook(t, ordinal));
+        self.sparse.add_hooks(hooks_of(&list.digests), ordinal);
         self.sparse.load(ordinal, Arc::new(list));
         ordinal
     }
@@ -232,7 +235,8 @@ impl VaultIndex {
         self.known.iter().map(|k| (k.id, k.generation)).collect()
     }
 
-    pub(crate) fn hook_bytes(&self) -> usize {
-        self.sparse.hook_bytes()
+    /// Bytes of memory of what grows with the vault.
+    pub(crate) fn bytes(&self) -> usize {
+        self.sparse.hook_bytes() + self.known.capacity() * size_of::<Known>()
     }
 }

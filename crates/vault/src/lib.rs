@@ -41,6 +41,8 @@ mod file;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod hold;
+mod hooks;
+mod ids;
 mod index;
 mod keep;
 mod keys;
@@ -74,6 +76,7 @@ pub use digester::Digester;
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
 pub use hold::{Held, Hold};
+pub use ids::Ids;
 pub use keep::Keep;
 pub use keys::{KeyEntry, MAX_LABEL, MAX_SECRET, Secret};
 pub use location::{Ask, Location};
