@@ -88,6 +88,7 @@ impl From<VaultError> for Error {
             | VaultError::Held { .. }
             | VaultError::Unconditional(_)
             | VaultError::OtherVault { .. }
+            | VaultError::NotPopular(_)
             | VaultError::Encrypted(_)
             | VaultError::NotEncrypted(_)
             | VaultError::NoKeys(_)

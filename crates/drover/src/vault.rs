@@ -73,6 +73,7 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
             compact(&open(home, &of)?, grace, limit, of.json)
         }
         VaultAction::Copy(args) => copy(home, &args),
+        VaultAction::Popular { top, limit, of } => popular(&open(home, &of)?, top, limit, of.json),
         VaultAction::Check { full, from, of, .. } => check(home, full, from, &of),
         VaultAction::Stats { of } => stats(&open(home, &of)?, of.json),
     }
@@ -91,7 +92,9 @@ fn init(home: Option<&Path>, args: VaultInitArgs) -> Result<()> {
         }
     };
     let labelled = secret.as_ref().map(|secret| (secret, "the first"));
-    vault.create(labelled).map_err(Error::from)?;
+    vault
+        .create(args.share.into(), labelled)
+        .map_err(Error::from)?;
     if secret.is_some() {
         out::note(
             "drover: the vault is encrypted: without its passphrase or key file nobody can read anything in it, ever; keep a copy elsewhere",
@@ -438,12 +441,37 @@ fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
     Ok(())
 }
 
-fn compact(vault: &Vault, grace: Duration, limit: Option<u64>, as_json: bool) -> Result<()> {
-    let done = vault.collect(grace, &mut |bytes| {
+/// Takes as long for so many bytes as a limit says.
+fn pace(limit: Option<u64>) -> impl FnMut(u64) {
+    move |bytes| {
         if let Some(limit) = limit.filter(|&limit| limit > 0) {
             std::thread::sleep(Duration::from_secs_f64(bytes as f64 / limit as f64));
         }
-    });
+    }
+}
+
+fn popular(vault: &Vault, top: u8, limit: Option<u64>, as_json: bool) -> Result<()> {
+    let done = vault
+        .popularize(top, &mut pace(limit))
+        .map_err(Error::from)?;
+    if as_json {
+        return out::json(&json!({
+            "machines": done.machines, "different_blocks": done.different_blocks, "known_blocks": done.known_blocks,
+            "added_blocks": done.added_blocks, "stored_bytes": done.stored_bytes,
+            "least_machines": done.least_machines,
+        }));
+    }
+    out::line(&format!(
+        "{} of {} added, {} stored; {} were popular before",
+        count(done.added_blocks as usize, "block"),
+        done.different_blocks,
+        bytes(done.stored_bytes),
+        done.known_blocks
+    ))
+}
+
+fn compact(vault: &Vault, grace: Duration, limit: Option<u64>, as_json: bool) -> Result<()> {
+    let done = vault.collect(grace, &mut pace(limit));
     let done = done.map_err(Error::from)?;
     if as_json {
         return out::json(&json!({
@@ -580,7 +608,8 @@ fn stats(vault: &Vault, as_json: bool) -> Result<()> {
             "vault": vault.place(), "machines": s.machines, "snapshots": s.snapshots, "data_bytes": s.data_bytes,
             "containers": s.containers, "container_bytes": s.container_bytes, "metadata_bytes": s.metadata_bytes,
             "used_bytes": s.used_bytes, "garbage_bytes": s.garbage_bytes, "hooks": s.hooks,
-            "index_bytes": s.index_bytes,
+            "index_bytes": s.index_bytes, "share": vault.record().share.as_str(),
+            "popular_bytes": s.popular_bytes,
         }));
     }
     let row = |what: &str, n: u64| vec![what.to_owned(), bytes(n)];

@@ -215,7 +215,7 @@ impl Attempt<'_> {
     }
 
     fn walk(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Walked> {
-        let index = VaultIndex::load(self.vault)?;
+        let index = VaultIndex::load(self.vault, &self.id.machine)?;
         let sealing = Sealing::new(&*self.vault.objects, &self.id.machine, self.id.session);
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_SEALERS));
         std::thread::scope(|scope| {

@@ -13,7 +13,7 @@ use crate::error::{Result, VaultError};
 use crate::ids::Ids;
 use crate::index::KNOWN_BYTES;
 use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
-use crate::record::{HookRecord, SnapshotRecord};
+use crate::record::{HookRecord, Share, SnapshotRecord};
 use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
 use crate::vault::Vault;
@@ -25,6 +25,8 @@ pub const MAX_SILENCE: Duration = Duration::from_secs(24 * 3600);
 const MAX_MARK_AGE: Duration = Duration::from_secs(3600);
 /// Marks of collectors that did not end properly are void after that.
 const MAX_STALE_MARK: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Popular blocks that nothing uses are kept for so long: backups of other machines may still find them.
+const MAX_UNPOPULAR: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Containers that are marked at once.
 const MAX_MARKED: usize = 256;
 
@@ -77,6 +79,8 @@ pub struct Stats {
     pub used_bytes: u64,
     /// Blocks stored that no snapshot uses, in bytes.
     pub garbage_bytes: u64,
+    /// Blocks that are stored for all machines, since many have them, in bytes.
+    pub popular_bytes: u64,
     /// Hooks of the sparse index.
     pub hooks: u64,
     /// Memory that the index takes in a backup, beside at most 16 MiB whatever the vault holds.
@@ -158,6 +162,11 @@ impl Vault {
         let forgotten = self.ids("forgotten", None)?;
         let mut others = self.users()?;
         others.retain(|id| !ids.contains(id) && !forgotten.contains(id));
+        if self.record().share == Share::Nothing {
+            // No machine uses what another one has stored.
+            let machines: HashSet<&Machine> = ids.iter().map(|id| &id.machine).collect();
+            others.retain(|id| machines.contains(&id.machine));
+        }
         let (mut gone, mut kept) = (InUse::new(), InUse::new());
         self.add_uses(&ids.iter().cloned().collect(), &mut gone)?;
         self.add_uses(&others, &mut kept)?;
@@ -229,10 +238,11 @@ impl Vault {
         self.add_uses(&seen, &mut in_use)?;
         let stale = self.stale_marks(|modified| older(modified, MAX_STALE_MARK))?;
 
+        let young = self.young_popular(|modified| older(modified, MAX_UNPOPULAR))?;
         let mut candidates: Vec<ContainerId> = Vec::new();
         for (&id, (machine, generation, _)) in &places {
             let used = in_use.get(&id).map_or(0, Ids::count);
-            if claims.contains(&id.session()) {
+            if claims.contains(&id.session()) || young.contains(&id) {
                 continue;
             }
             if used == 0 || self.half_dead(machine, id, *generation, used)? {
@@ -371,6 +381,17 @@ impl Vault {
             }
         }
         Ok(live)
+    }
+
+    /// Containers of popular blocks that are not old yet.
+    fn young_popular(&self, is_old: impl Fn(i64) -> bool) -> Result<HashSet<ContainerId>> {
+        let prefix = format!("containers/{}", Machine::popular().component());
+        let listed = self.objects.list(&prefix)?.into_iter();
+        Ok(listed
+            .filter(|object| !is_old(object.modified_ms))
+            .filter_map(|object| parse_container_key(&object.key))
+            .map(|(_, id, _)| id)
+            .collect())
     }
 
     fn stale_marks(&self, due: impl Fn(i64) -> bool) -> Result<Vec<String>> {
@@ -524,8 +545,14 @@ impl Vault {
             let used = in_use.get(&id).map_or(0, Ids::count);
             stats.used_bytes += u64::from(used) * BLOCK_SIZE_U64;
             if let Ok(Some(head)) = self.head(&machine, id, generation) {
-                let garbage = (head.digests.len() as u64).saturating_sub(u64::from(used));
-                stats.garbage_bytes += garbage * BLOCK_SIZE_U64;
+                let blocks = head.digests.len() as u64;
+                match machine.is_popular() {
+                    true => stats.popular_bytes += blocks * BLOCK_SIZE_U64,
+                    false => {
+                        let garbage = blocks.saturating_sub(u64::from(used));
+                        stats.garbage_bytes += garbage * BLOCK_SIZE_U64;
+                    }
+                }
                 stats.hooks += hooks_of(&head.digests).count() as u64;
             }
         }

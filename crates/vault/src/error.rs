@@ -76,6 +76,11 @@ pub enum VaultError {
         "the store of the vault {0} has not what it said it had written; no snapshot was made, try again"
     )]
     Unwritten(String),
+    /// It has no popular blocks.
+    #[error(
+        "in the vault {0} machines do not share popular blocks; that is chosen when a vault is created: `drover vault init --share popular`"
+    )]
+    NotPopular(String),
     /// It is no copy of the vault.
     #[error(
         "the vault {vault} is another one, and no copy of {of}; a copy is made by `drover vault copy` in an empty place"

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use drover_core::Digest;
 
-use crate::container::{ContainerId, Head, MAX_HEAD};
+use crate::container::{ContainerId, Head, MAX_HEAD, SessionId};
 use crate::error::Result;
 use crate::hooks::Ordinal;
 use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
@@ -88,7 +88,8 @@ impl Vault {
 
 impl VaultIndex {
     /// Loads the index: from the hooks that sessions left, and from the heads of containers that those do not cover.
-    pub(crate) fn load(vault: &Vault) -> Result<VaultIndex> {
+    /// Of the containers only those in which the blocks of `machine` are looked for.
+    pub(crate) fn load(vault: &Vault, machine: &Machine) -> Result<VaultIndex> {
         // First the marks: a container that is marked later is found out at the commit.
         let marked = vault.marked()?;
         let mut index = VaultIndex {
@@ -98,14 +99,30 @@ impl VaultIndex {
             left: 0,
         };
         let mut by_id = HashMap::new();
-        let mut places: Vec<_> = vault.containers(None)?.into_iter().collect();
+        let scope = vault.record().share.scope(machine);
+        let mut places: Vec<_> = match &scope {
+            None => vault.containers(None)?.into_iter().collect(),
+            Some(machines) => {
+                let mut of = Vec::new();
+                for machine in machines {
+                    of.extend(vault.containers(Some(machine))?);
+                }
+                of
+            }
+        };
         places.sort_unstable_by_key(|(id, _)| *id);
         for (id, (machine, generation, _)) in places {
             let ordinal = index.add(id, &machine, generation, marked.contains(&id));
             by_id.insert(id, (ordinal, false));
         }
         let mut hooks = Vec::new();
+        let sessions: HashSet<SessionId> =
+            by_id.keys().map(|id: &ContainerId| id.session()).collect();
         for object in vault.objects.list("hooks")? {
+            let session = object.key.split('/').nth(1).and_then(SessionId::parse);
+            if !session.is_some_and(|session| sessions.contains(&session)) {
+                continue;
+            }
             let decoded = match vault.objects.get(&object.key) {
                 Ok(None) => continue,
                 Ok(Some(bytes)) => HookRecord::decode(&bytes).ok(),

@@ -50,6 +50,7 @@ mod location;
 mod lru;
 mod names;
 mod objects;
+mod popular;
 mod problem;
 mod reader;
 mod recipe;
@@ -82,10 +83,12 @@ pub use keys::{KeyEntry, MAX_LABEL, MAX_SECRET, Secret};
 pub use location::{Ask, Location};
 pub use names::{Machine, Reference, SnapshotId};
 pub use objects::{Listed, LocalObjects, Objects};
+pub use popular::Popularized;
 pub use problem::Problem;
 pub use recipe::{Page, RecipeError, RecipeHead};
 pub use record::{
-    HolderRecord, HookRecord, KeyRecord, Made, RecordError, SnapshotRecord, VaultRecord,
+    Chunking, HolderRecord, HookRecord, KeyRecord, Made, RecordError, Share, SnapshotRecord,
+    VaultRecord,
 };
 pub use restore::{RestoreProgress, Restored};
 pub use snapshot::Snapshot;

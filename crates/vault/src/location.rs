@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::keys::Secret;
 use crate::objects::Objects;
+use crate::record::Share;
 use crate::vault::Vault;
 
 /// A directory, or a prefix in an object store: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`.
@@ -39,15 +40,12 @@ impl Location {
     ///
     /// # Errors
     /// As [`Vault::create`]; [`crate::VaultError::Unsupported`].
-    pub fn create(&self, secret: Option<(&Secret, &str)>) -> Result<Vault> {
+    pub fn create(&self, share: Share, secret: Option<(&Secret, &str)>) -> Result<Vault> {
         let objects = match self {
             Location::Directory(path) => Vault::empty(path)?,
             Location::Store(url) => objects(url)?,
         };
-        match secret {
-            Some((secret, label)) => Vault::create_encrypted_on(objects, secret, label),
-            None => Vault::create_on(objects),
-        }
+        Vault::create_shared_on(objects, share, secret)
     }
 
     /// Opens the vault there; `ask` is asked for a secret if it is encrypted.

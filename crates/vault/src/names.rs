@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::container::{ContainerId, SessionId};
 
+/// What stands for the name of a machine where blocks of many are meant.
+const POPULAR: &str = "@popular";
+
 /// The name of a machine whose snapshots a vault keeps.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -24,6 +27,21 @@ impl Machine {
             true => Err(NameError::Character('@')),
             false => Ok(Machine(name)),
         }
+    }
+
+    /// The owner of the blocks that many machines have: no machine, and none can have this name.
+    ///
+    /// # Panics
+    /// Never.
+    #[must_use]
+    pub fn popular() -> Self {
+        Machine(ImageName::new(POPULAR).expect("a name"))
+    }
+
+    /// Whether it is [`Machine::popular`].
+    #[must_use]
+    pub fn is_popular(&self) -> bool {
+        self.as_str() == POPULAR
     }
 
     /// The name as text.
@@ -63,7 +81,7 @@ impl Machine {
                 _ => byte,
             });
         }
-        let machine = Machine::new(String::from_utf8(bytes).ok()?).ok()?;
+        let machine = Machine::try_from(String::from_utf8(bytes).ok()?).ok()?;
         (machine.component() == text).then_some(machine)
     }
 }
@@ -71,7 +89,10 @@ impl Machine {
 impl TryFrom<String> for Machine {
     type Error = NameError;
     fn try_from(s: String) -> Result<Self, NameError> {
-        Machine::new(s)
+        match s.as_str() {
+            POPULAR => Ok(Machine::popular()),
+            _ => Machine::new(s),
+        }
     }
 }
 
@@ -328,6 +349,11 @@ mod tests {
         ] {
             assert_eq!(Reference::parse(text).unwrap().matches(&id), fits, "{text}");
         }
+        // Nobody can make a snapshot of what is no machine, or ask for one.
+        assert!(Machine::new("@popular").is_err());
+        assert_eq!(Reference::parse("@popular@latest"), None);
+        let popular = Machine::popular();
+        assert_eq!(Machine::from_component(&popular.component()), Some(popular));
         for text in ["web", "web@", "@latest", "web@../x", "web@a b"] {
             assert_eq!(Reference::parse(text), None, "{text}");
         }

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::container::ContainerId;
+use crate::names::Machine;
 
 /// Most bytes of a record.
 pub const MAX_RECORD_BYTES: u64 = 64 << 10;
@@ -23,6 +24,16 @@ const VAULT: Envelope = Envelope {
 /// Of an encrypted vault, which earlier versions cannot read.
 const ENCRYPTED_VAULT: Envelope = Envelope {
     version: 2,
+    ..VAULT
+};
+/// Of a vault in which machines do not share all, which earlier versions cannot read.
+const SHARED_VAULT: Envelope = Envelope {
+    version: 3,
+    ..VAULT
+};
+/// The same, encrypted.
+const ENCRYPTED_SHARED_VAULT: Envelope = Envelope {
+    version: 4,
     ..VAULT
 };
 const KEY: Envelope = Envelope {
@@ -75,8 +86,17 @@ pub(crate) fn unpack(packed: &[u8], raw: usize) -> Option<Vec<u8>> {
 
 /// A body in the envelope of each kind.
 #[cfg(fuzzing)]
-pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 6] {
-    [VAULT, ENCRYPTED_VAULT, KEY, SNAPSHOT, HOOKS, HOLDER].map(|kind| kind.seal(body))
+pub(crate) fn seal_all_for_fuzzing(body: &[u8]) -> [Vec<u8>; 7] {
+    [
+        VAULT,
+        ENCRYPTED_VAULT,
+        SHARED_VAULT,
+        KEY,
+        SNAPSHOT,
+        HOOKS,
+        HOLDER,
+    ]
+    .map(|kind| kind.seal(body))
 }
 
 fn encode<T: Serialize>(kind: Envelope, value: &T) -> Vec<u8> {
@@ -95,6 +115,32 @@ pub enum Chunking {
 pub enum Share {
     /// In all machines of the vault.
     All,
+    /// In the same machine, and in the blocks that many machines have ([`crate::Vault::popularize`]).
+    Popular,
+    /// In the same machine only.
+    Nothing,
+}
+
+impl Share {
+    /// The machines in whose containers the blocks of one are looked for; none for all.
+    #[must_use]
+    pub fn scope(self, machine: &Machine) -> Option<Vec<Machine>> {
+        match self {
+            Share::All => None,
+            Share::Popular => Some(vec![machine.clone(), Machine::popular()]),
+            Share::Nothing => Some(vec![machine.clone()]),
+        }
+    }
+
+    /// As a user says it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Share::All => "all",
+            Share::Popular => "popular",
+            Share::Nothing => "none",
+        }
+    }
 }
 
 /// The object `vault`: what a vault is.
@@ -117,10 +163,13 @@ impl VaultRecord {
     /// The bytes that are stored.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        match self.is_encrypted {
-            true => encode(ENCRYPTED_VAULT, self),
-            false => encode(VAULT, self),
-        }
+        let kind = match (self.share, self.is_encrypted) {
+            (Share::All, false) => VAULT,
+            (Share::All, true) => ENCRYPTED_VAULT,
+            (_, false) => SHARED_VAULT,
+            (_, true) => ENCRYPTED_SHARED_VAULT,
+        };
+        encode(kind, self)
     }
 
     /// Reads a record.
@@ -128,13 +177,28 @@ impl VaultRecord {
     /// # Errors
     /// [`RecordError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
-        match decode(VAULT, bytes) {
-            Err(RecordError::Envelope(EnvelopeError::Version)) => Ok(VaultRecord {
-                is_encrypted: true,
-                ..decode(ENCRYPTED_VAULT, bytes)?
-            }),
-            decoded => decoded,
+        let kinds = [
+            (VAULT, false, true),
+            (ENCRYPTED_VAULT, true, true),
+            (SHARED_VAULT, false, false),
+            (ENCRYPTED_SHARED_VAULT, true, false),
+        ];
+        for (kind, is_encrypted, shares_all) in kinds {
+            match decode::<VaultRecord>(kind, bytes) {
+                Err(RecordError::Envelope(EnvelopeError::Version)) => {}
+                Ok(record) if (record.share == Share::All) != shares_all => {
+                    return Err(RecordError::Malformed);
+                }
+                Ok(record) => {
+                    return Ok(VaultRecord {
+                        is_encrypted,
+                        ..record
+                    });
+                }
+                Err(error) => return Err(error),
+            }
         }
+        Err(RecordError::Envelope(EnvelopeError::Version))
     }
 }
 
@@ -298,10 +362,49 @@ mod tests {
         }
     }
 
+    #[test]
+    fn vaults_and_back() {
+        for share in [Share::All, Share::Popular, Share::Nothing] {
+            for is_encrypted in [false, true] {
+                let record = VaultRecord {
+                    id: [3; 16],
+                    created: 9,
+                    chunking: Chunking::Fixed4K,
+                    share,
+                    is_encrypted,
+                };
+                let bytes = record.encode();
+                // What earlier versions can read has the version that they know.
+                assert_eq!(bytes[8] <= 2, share == Share::All);
+                assert_eq!(VaultRecord::decode(&bytes), Ok(record.clone()));
+                // Of a version that does not fit, or a newer one.
+                let body = postcard::to_stdvec(&record).unwrap();
+                let wrong = if share == Share::All {
+                    SHARED_VAULT
+                } else {
+                    VAULT
+                };
+                assert_eq!(
+                    VaultRecord::decode(&wrong.seal(&body)),
+                    Err(RecordError::Malformed)
+                );
+                let newer = Envelope {
+                    version: 5,
+                    ..VAULT
+                }
+                .seal(&body);
+                assert_eq!(
+                    VaultRecord::decode(&newer),
+                    Err(RecordError::Envelope(EnvelopeError::Version))
+                );
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn hostile_records(body in proptest::collection::vec(any::<u8>(), 0..80)) {
-            for kind in [VAULT, ENCRYPTED_VAULT, KEY, SNAPSHOT, HOOKS, HOLDER] {
+            for kind in [VAULT, ENCRYPTED_VAULT, SHARED_VAULT, ENCRYPTED_SHARED_VAULT, KEY, SNAPSHOT, HOOKS, HOLDER] {
                 let bytes = kind.seal(&body);
                 let _ = (VaultRecord::decode(&bytes), SnapshotRecord::decode(&bytes), HookRecord::decode(&bytes));
                 let _ = (HolderRecord::decode(&bytes), KeyRecord::decode(&bytes));

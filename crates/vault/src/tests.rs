@@ -4,6 +4,7 @@ mod concurrent;
 mod copies;
 mod crash;
 mod encrypted;
+mod share;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

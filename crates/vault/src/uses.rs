@@ -129,7 +129,7 @@ fn decode_body(mut rest: &[u8]) -> Option<Uses> {
     let mut machines = Vec::new();
     for _ in 0..count {
         let name = take(rest)?;
-        machines.push(Machine::new(std::str::from_utf8(name).ok()?).ok()?);
+        machines.push(Machine::try_from(String::from_utf8(name.to_vec()).ok()?).ok()?);
     }
     let count = take_varint(rest).filter(|&n| n <= MAX_CONTAINERS as u64)?;
     let mut uses = Uses::default();

@@ -104,9 +104,32 @@ impl Vault {
     /// # Errors
     /// [`VaultError::Exists`], [`VaultError::Unconditional`], errors of the store.
     pub fn create_on(objects: Arc<dyn Objects>) -> Result<Vault> {
-        let record = new_record(false);
+        Vault::create_shared_on(objects, Share::All, None)
+    }
+
+    /// Creates a vault on a store in which duplicates are looked for as `share` says; with a secret, an encrypted one,
+    /// whose first key is called so.
+    ///
+    /// # Errors
+    /// As [`Vault::create_on`].
+    pub fn create_shared_on(
+        objects: Arc<dyn Objects>,
+        share: Share,
+        secret: Option<(&Secret, &str)>,
+    ) -> Result<Vault> {
+        let record = new_record(share, secret.is_some());
+        let Some((secret, label)) = secret else {
+            create_record(&*objects, &record)?;
+            return Ok(Vault::plain(objects, record));
+        };
+        let master = keys::new_master()?;
+        if get_at_most(&*objects, VAULT_KEY, 0)?.is_some() {
+            return Err(VaultError::Exists(objects.describe()));
+        }
+        // Before the vault: without a key it could never be opened.
+        let by = keys::add(&*objects, &record.id, &master, secret, label)?;
         create_record(&*objects, &record)?;
-        Ok(Vault::plain(objects, record))
+        Ok(Vault::encrypted(objects, record, Unlocked { master, by }))
     }
 
     /// Creates an encrypted vault on a store, with a first key.
@@ -118,15 +141,7 @@ impl Vault {
         secret: &Secret,
         label: &str,
     ) -> Result<Vault> {
-        let record = new_record(true);
-        let master = keys::new_master()?;
-        if get_at_most(&*objects, VAULT_KEY, 0)?.is_some() {
-            return Err(VaultError::Exists(objects.describe()));
-        }
-        // Before the vault: without a key it could never be opened.
-        let by = keys::add(&*objects, &record.id, &master, secret, label)?;
-        create_record(&*objects, &record)?;
-        Ok(Vault::encrypted(objects, record, Unlocked { master, by }))
+        Vault::create_shared_on(objects, Share::All, Some((secret, label)))
     }
 
     /// Opens the vault on a store.
@@ -434,14 +449,14 @@ impl Vault {
     }
 }
 
-fn new_record(is_encrypted: bool) -> VaultRecord {
+fn new_record(share: Share, is_encrypted: bool) -> VaultRecord {
     let mut id = [0; 16];
     fastrand::fill(&mut id);
     VaultRecord {
         id,
         created: Timestamp::now().as_second(),
         chunking: Chunking::Fixed4K,
-        share: Share::All,
+        share,
         is_encrypted,
     }
 }

@@ -37,6 +37,31 @@ impl Whole {
         self.good == self.head.present
     }
 
+    /// The digests and contents of blocks that are good.
+    pub(crate) fn blocks(&self, wanted: &LocalIds) -> Vec<(Digest, Vec<u8>)> {
+        let mut out = Vec::new();
+        let mut unpacked: Option<(usize, Vec<u8>)> = None;
+        for local in wanted.iter() {
+            let at = self.head.present.rank(local);
+            let group = at / GROUP_BLOCKS;
+            if unpacked.as_ref().is_none_or(|(known, _)| *known != group) {
+                unpacked = self.group(group).map(|raw| (group, raw));
+            }
+            if let Some((_, raw)) = &unpacked {
+                let from = at % GROUP_BLOCKS * BLOCK_SIZE;
+                out.push((self.digest(local), raw[from..from + BLOCK_SIZE].to_vec()));
+            }
+        }
+        out
+    }
+
+    /// The blocks of a group, if they can be unpacked.
+    fn group(&self, group: usize) -> Option<Vec<u8>> {
+        let span = self.head.span(group, group);
+        let packed = self.bytes.get(span.start as usize..span.end as usize)?;
+        self.head.unpack(group, packed).ok()
+    }
+
     /// The digest of a block that is there.
     fn digest(&self, local: u16) -> Digest {
         self.head.digests[self.head.present.rank(local)]
@@ -65,9 +90,7 @@ pub(crate) fn next_generation(
         let at = source.head.present.rank(local);
         let group = at / GROUP_BLOCKS;
         if unpacked.as_ref().is_none_or(|(known, _)| *known != group) {
-            let span = source.head.span(group, group);
-            let packed = &source.bytes[span.start as usize..span.end as usize];
-            *unpacked = Some((group, source.head.unpack(group, packed).ok()?));
+            *unpacked = Some((group, source.group(group)?));
         }
         let from = at % GROUP_BLOCKS * BLOCK_SIZE;
         let (_, raw) = unpacked.as_ref()?;

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueHint};
+use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use drover_agent::text;
 use drover_agent::vaults::Chosen;
-use drover_vault::{Location, Machine, Reference, SessionId};
+use drover_vault::{Location, Machine, Reference, SessionId, Share};
 
 /// Which vault.
 #[derive(Debug, Clone, Default, Args)]
@@ -85,6 +85,24 @@ Examples:
         of: OfVault,
     },
     Copy(VaultCopyArgs),
+    /// Store the blocks that most machines have once for all of them, in a vault with --share popular
+    ///
+    /// Backups find these blocks, and those of their own machine. Blocks are added, those that were chosen before stay; what nothing uses for 30 days is removed by `drover vault compact`.
+    /// What machines have stored already is not changed: it goes when the snapshots that use it do. Run it by a timer, once a week.
+    #[command(after_help = "\
+Examples:
+  drover vault popular
+  drover vault popular --top 5 --limit 50M")]
+    Popular {
+        /// How many of all different blocks are popular, in percent, by the number of machines that have them
+        #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = clap::value_parser!(u8).range(1..=100))]
+        top: u8,
+        /// Maximum rate at which containers are read, in bytes per second, such as 50M [default: unlimited]
+        #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
+        limit: Option<u64>,
+        #[command(flatten)]
+        of: OfVault,
+    },
     /// Verify a vault
     ///
     /// Every snapshot must have its objects, and every container in use its blocks. One container in 16 is read and verified as a whole; with --full, all are.
@@ -121,12 +139,33 @@ Examples:
     },
 }
 
+/// What machines share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Shared {
+    All,
+    Popular,
+    None,
+}
+
+impl From<Shared> for Share {
+    fn from(shared: Shared) -> Share {
+        match shared {
+            Shared::All => Share::All,
+            Shared::Popular => Share::Popular,
+            Shared::None => Share::Nothing,
+        }
+    }
+}
+
 /// Create a vault in an empty directory, or in an object store
 ///
 /// Creates the directory, and this site's, if they do not exist. A bucket has to exist. Credentials come from the environment, here and whenever the vault is
 /// used: for s3://, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION, or the role of the machine; AWS_ENDPOINT_URL for another server than
 /// Amazon's, and AWS_ALLOW_HTTP=true if that speaks plain HTTP. For gs://, GOOGLE_APPLICATION_CREDENTIALS; for az://, AZURE_STORAGE_ACCOUNT_NAME and
 /// AZURE_STORAGE_ACCOUNT_KEY. A store that overwrites objects although it is told not to is refused.
+///
+/// With --share none or popular, a container that is lost is one machine's, or one of the popular blocks, which `drover vault popular` chooses; the vault takes more space. It cannot be
+/// changed later.
 ///
 /// With --encrypt, everything in the vault is encrypted before it is written, names of machines included: anyone who has the store and no passphrase sees how
 /// much there is, and when it was written. If all passphrases and key files are lost, nobody can read the vault again: there is no way to recover it.
@@ -135,12 +174,16 @@ Examples:
 Examples:
   drover vault init /srv/vault
   drover vault init s3://backups/drover
+  drover vault init /srv/vault --share popular
   drover vault init s3://backups/drover --encrypt --key-file /etc/drover/vault.key
   AWS_ENDPOINT_URL=https://minio.example:9000 drover vault init s3://backups/drover")]
 pub struct VaultInitArgs {
     /// Directory, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX
     #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
     pub vault: Location,
+    /// Where a block is looked for before it is stored: in all machines (all), in the same machine and among popular blocks (popular), in the same machine only (none)
+    #[arg(long, value_name = "WHAT", value_enum, default_value = "all")]
+    pub share: Shared,
     /// Encrypt everything; asks for a passphrase, or takes that in --key-file
     #[arg(long)]
     pub encrypt: bool,

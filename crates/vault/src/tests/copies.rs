@@ -104,7 +104,7 @@ fn containers_that_were_compacted_differently_are_put_together() {
         1
     );
     let there: Vec<_> = to.snapshots(Some(&machine("a"))).unwrap().0;
-    to.forget(&[there[0].id.clone()]).unwrap();
+    to.forget(std::slice::from_ref(&there[0].id)).unwrap();
     assert_eq!(
         to.collect(Duration::ZERO, &mut |_| {}).unwrap().compacted,
         1
