@@ -51,7 +51,7 @@ pub use values::ImageAt;
 use values::image_name;
 pub use vault::{
     ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
-    VaultCopyArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs,
+    VaultCopyArgs, VaultDrillArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs, VaultScheduleArgs,
 };
 
 /// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.

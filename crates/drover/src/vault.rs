@@ -1,5 +1,9 @@
 //! `vault`, `snapshot`, `snapshots` and `restore`.
 
+mod common;
+mod drill;
+mod schedule;
+
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -21,28 +25,10 @@ use crate::cli::{
 };
 use crate::failure::usage;
 use crate::{out, prompt};
+use common::{Progress, machine_of, open};
 
 /// A check without --full reads one container in so many.
 const SAMPLE: u32 = 16;
-/// How often progress is printed as JSON.
-const EVERY: Duration = Duration::from_secs(1);
-
-fn open(home: Option<&Path>, of: &OfVault) -> Result<Vault> {
-    let existing = || Home::existing(Home::locate(home)?);
-    let known = vaults::find(&of.vault.chosen(), Home::locate(home), existing)?;
-    let ask = || passphrase(&format!("passphrase of {}", known.location));
-    let vault = known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?;
-    if let Ok(home) = existing() {
-        vaults::remember(&home, &known.location, &vault)?;
-    }
-    Ok(vault)
-}
-
-/// Asks for a passphrase.
-fn passphrase(what: &str) -> Result<Secret> {
-    let text = prompt::passphrase(what)?;
-    Secret::new(text.as_bytes()).ok_or_else(|| usage("the passphrase is empty"))
-}
 
 /// A new secret: from a file, which is created if it does not exist, or a passphrase, which is asked for twice at a terminal.
 fn new_secret(key_file: Option<&Path>) -> Result<Secret> {
@@ -73,6 +59,8 @@ pub fn vault(home: Option<&Path>, args: VaultArgs) -> Result<()> {
             compact(&open(home, &of)?, grace, limit, of.json)
         }
         VaultAction::Copy(args) => copy(home, &args),
+        VaultAction::Schedule(args) => schedule::schedule(home, &args),
+        VaultAction::Drill(args) => drill::drill(home, &args),
         VaultAction::Popular { top, limit, of } => popular(&open(home, &of)?, top, limit, of.json),
         VaultAction::Check { full, from, of, .. } => check(home, full, from, &of),
         VaultAction::Stats { of } => stats(&open(home, &of)?, of.json),
@@ -158,47 +146,6 @@ fn key(home: Option<&Path>, args: VaultKeyArgs) -> Result<()> {
     }
 }
 
-/// Progress of a command, as a bar or as JSON events.
-struct Progress {
-    bar: Bar,
-    json: bool,
-    told: Instant,
-}
-
-impl Progress {
-    fn new(label: &str, json: bool) -> Self {
-        Progress::on(Bar::new(label, json), json)
-    }
-
-    fn on(bar: Bar, json: bool) -> Self {
-        Progress {
-            bar,
-            json,
-            told: Instant::now(),
-        }
-    }
-
-    fn at(&mut self, done: u64, total: u64, more: impl FnOnce() -> Value) {
-        self.bar.at(done, total);
-        self.tell(|| {
-            let mut event = json!({"event": "progress", "done_bytes": done, "total_bytes": total});
-            if let (Value::Object(event), Value::Object(more)) = (&mut event, more()) {
-                event.extend(more);
-            }
-            event
-        });
-    }
-
-    /// Prints an event, if that is wanted, and due.
-    fn tell(&mut self, event: impl FnOnce() -> Value) {
-        if self.json && self.told.elapsed() >= EVERY {
-            self.told = Instant::now();
-            // A reader that is gone does not stop the work.
-            let _ = out::json(&event());
-        }
-    }
-}
-
 fn json_of(entry: &Entry) -> Value {
     let r = &entry.record;
     json!({
@@ -217,10 +164,7 @@ pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
     let vault = open(home, &args.of)?;
     let machine = match &args.name {
         Some(name) => name.clone(),
-        None => {
-            let stem = args.image.file_stem().unwrap_or_default().to_string_lossy();
-            Machine::new(stem).map_err(|e| usage(format!("{e}; name the machine with --as")))?
-        }
+        None => machine_of(&args.image)?,
     };
     let image = std::path::absolute(&args.image)?;
     let mut progress = Progress::new(machine.as_str(), args.of.json);

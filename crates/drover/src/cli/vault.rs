@@ -53,7 +53,9 @@ Examples:
   drover vault forget --keep-last 7 --keep-weekly 4 --keep-monthly 6 --dry-run
   drover vault compact
   drover vault copy s3://backups/drover
-  drover vault check --full")]
+  drover vault check --full
+  drover vault schedule web.qcow2 --keep-last 7
+  drover vault drill --boot")]
 pub struct VaultArgs {
     #[command(subcommand)]
     pub action: VaultAction,
@@ -85,6 +87,8 @@ Examples:
         of: OfVault,
     },
     Copy(VaultCopyArgs),
+    Schedule(VaultScheduleArgs),
+    Drill(VaultDrillArgs),
     /// Store the blocks that most machines have once for all of them, in a vault with --share popular
     ///
     /// Backups find these blocks, and those of their own machine. Blocks are added, those that were chosen before stay; what nothing uses for 30 days is removed by `drover vault compact`.
@@ -216,6 +220,123 @@ pub struct VaultCopyArgs {
     /// Maximum rate at which is written, in bytes per second, such as 50M [default: unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub limit: Option<u64>,
+    #[command(flatten)]
+    pub of: OfVault,
+}
+
+/// Make snapshots of images regularly, by timers of systemd
+///
+/// Writes a service and a timer for each image, and says how to start them; a snapshot that fails leaves its service failed (`systemctl --failed`). With --keep options, the older snapshots of the
+/// machine are then deleted, and space is freed. The units name this program, this site, the vault and its key file by their paths.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault schedule web.qcow2 db.qcow2 --dry-run
+  drover vault schedule web.qcow2 --at hourly --keep-last 24 --keep-daily 14
+  drover vault schedule /srv/images/web.qcow2 --as web --io-limit 50M
+  drover vault schedule web.qcow2 --vault s3://backups/drover --environment /etc/drover/s3.env
+  drover vault schedule web.qcow2 --remove")]
+pub struct VaultScheduleArgs {
+    /// Image files
+    #[arg(value_name = "IMAGE", required = true, value_hint = ValueHint::FilePath)]
+    pub images: Vec<PathBuf>,
+    /// Name of the machine in the vault, for one image [default: the name of the file, without its extension]
+    #[arg(long = "as", value_name = "NAME", value_parser = machine)]
+    pub name: Option<Machine>,
+    /// When, as systemd says it (man systemd.time): hourly, daily, "Mon 03:00"
+    #[arg(long, value_name = "TIME", default_value = "daily")]
+    pub at: String,
+    /// Maximum rate at which the image's device is read, in bytes per second, such as 50M, kept by systemd [default: unlimited]
+    #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
+    pub io_limit: Option<u64>,
+    /// File with environment variables, such as the credentials of an object store
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub environment: Option<PathBuf>,
+    /// Keep the newest N snapshots of the machine, and delete others that no --keep option keeps
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_last: u32,
+    /// Keep the last snapshot of each of the newest N days that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_daily: u32,
+    /// Keep the last snapshot of each of the newest N weeks that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_weekly: u32,
+    /// Keep the last snapshot of each of the newest N months that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub keep_monthly: u32,
+    /// Directory of the units [default: /etc/systemd/system, or ~/.config/systemd/user of a user other than root]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub unit_dir: Option<PathBuf>,
+    /// Show the units, or with --remove their names, and write or remove nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Remove the units of these images; snapshots stay
+    #[arg(long)]
+    pub remove: bool,
+    /// Do not ask for confirmation
+    #[arg(short, long)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub of: OfVault,
+}
+
+/// How a disk is attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DrillDisk {
+    Virtio,
+    Ide,
+}
+
+impl DrillDisk {
+    /// As QEMU calls it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            DrillDisk::Virtio => "virtio",
+            DrillDisk::Ide => "ide",
+        }
+    }
+}
+
+/// Restore snapshots to see that it works: the newest of each machine
+///
+/// Each is restored to a temporary file, which is read again and compared. With --boot, a QEMU starts from it, without network, and its serial console must show a text within a time: that of a login
+/// prompt, if nothing else is said. Nothing of the vault or of machines is changed. If one fails, the others are tried all the same, and the exit code is 1.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  drover vault drill
+  drover vault drill web db --dir /srv/scratch
+  drover vault drill --sample 3 --boot --wait 10m
+  drover vault drill web --boot --expect 'web login:' --disk ide")]
+pub struct VaultDrillArgs {
+    /// Machines [default: all]
+    #[arg(value_name = "NAME", value_parser = machine)]
+    pub names: Vec<Machine>,
+    /// Only so many, chosen at random
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub sample: Option<u16>,
+    /// Where there is room for the largest disk [default: the directory of temporary files]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub dir: Option<PathBuf>,
+    /// Start a machine from each
+    #[arg(long)]
+    pub boot: bool,
+    /// With --boot: text that its serial console has to show
+    #[arg(long, value_name = "TEXT", default_value = "login:", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub expect: String,
+    /// With --boot: how long that may take
+    #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "5m")]
+    pub wait: Duration,
+    /// With --boot: the machine's memory
+    #[arg(long, value_name = "SIZE", value_parser = text::parse_size, default_value = "1G")]
+    pub memory: u64,
+    /// With --boot: how the disk is attached
+    #[arg(long, value_name = "BUS", value_enum, default_value = "virtio")]
+    pub disk: DrillDisk,
+    /// With --boot: the program
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, default_value = "qemu-system-x86_64")]
+    pub qemu: PathBuf,
     #[command(flatten)]
     pub of: OfVault,
 }

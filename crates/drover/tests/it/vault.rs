@@ -2,6 +2,7 @@
 
 mod copies;
 mod encrypted;
+mod operations;
 mod s3;
 
 use std::fs;
