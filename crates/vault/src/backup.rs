@@ -145,7 +145,7 @@ impl Vault {
                     break;
                 }
                 // What it stored is found again by the next attempt.
-                Err(Ended::Overtaken) => self.retract(&attempt.id)?,
+                Err(Ended::Overtaken) => self.retract(&attempt.id),
                 Err(Ended::Failed(error)) => {
                     outcome = Err(error);
                     break;

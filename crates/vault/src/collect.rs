@@ -289,6 +289,11 @@ impl Vault {
             }
         }
         stale.iter().try_for_each(|key| self.objects.remove(key))?;
+        for probe in self.objects.list("probe")? {
+            if silent(probe.modified_ms) {
+                self.objects.remove(&probe.key)?;
+            }
+        }
         self.drop_hooks()?;
         done.swept = self.objects.sweep(MAX_SILENCE)?;
         Ok(done)

@@ -104,9 +104,15 @@ impl Vault {
         Ok(true)
     }
 
-    /// Takes back what an attempt wrote, but for containers.
-    pub(crate) fn retract(&self, id: &SnapshotId) -> Result<()> {
-        self.objects.remove(&id.uses())?;
-        self.remove_recipe(id)
+    /// Takes back what an attempt wrote, but for containers. What stays, since this host may not delete, a collection
+    /// takes back a day later.
+    pub(crate) fn retract(&self, id: &SnapshotId) {
+        let removed = self.objects.remove(&id.uses());
+        if let Err(error) = removed
+            .map_err(VaultError::from)
+            .and_then(|()| self.remove_recipe(id))
+        {
+            tracing::debug!("{error}");
+        }
     }
 }

@@ -390,7 +390,7 @@ impl<'a> Copying<'a> {
                 Ok(()) => return Ok(copy),
                 Err(Ended::Failed(error)) => return Err(error),
                 Err(Ended::Overtaken) => {
-                    self.to.retract(&copy)?;
+                    self.to.retract(&copy);
                     self.here = self.to.containers(None)?;
                 }
             }

@@ -4,6 +4,7 @@ mod concurrent;
 mod copies;
 mod crash;
 mod encrypted;
+mod faults;
 mod share;
 
 use std::ops::Range;
@@ -74,6 +75,10 @@ impl Setting {
 enum Odd {
     /// What is below this prefix is listed, but not given.
     Hides(&'static str, MemoryObjects),
+    /// It says that what is below this prefix is written, and writes nothing.
+    Lies(&'static str, MemoryObjects),
+    /// Nothing can be removed: a host without the right to.
+    Keeps(MemoryObjects),
     /// What exists is written over.
     Overwrites(MemoryObjects),
 }
@@ -81,15 +86,18 @@ enum Odd {
 impl Odd {
     fn inner(&self) -> &MemoryObjects {
         match self {
-            Odd::Hides(_, inner) | Odd::Overwrites(inner) => inner,
+            Odd::Hides(_, inner) | Odd::Lies(_, inner) => inner,
+            Odd::Keeps(inner) | Odd::Overwrites(inner) => inner,
         }
     }
 }
 
 impl Objects for Odd {
     fn create(&self, key: &str, bytes: Bytes) -> Result<bool, StoreError> {
-        if let Odd::Overwrites(inner) = self {
-            inner.remove(key)?;
+        match self {
+            Odd::Lies(prefix, _) if key.starts_with(prefix) => return Ok(true),
+            Odd::Overwrites(inner) => inner.remove(key)?,
+            _ => {}
         }
         self.inner().create(key, bytes)
     }
@@ -106,7 +114,17 @@ impl Objects for Odd {
         self.inner().list(prefix)
     }
     fn remove(&self, key: &str) -> Result<(), StoreError> {
-        self.inner().remove(key)
+        match self {
+            Odd::Keeps(_) => Err(StoreError {
+                doing: "remove",
+                key: key.to_owned(),
+                vault: self.describe(),
+                why: "permission denied".into(),
+                can_retry: false,
+                is_damage: false,
+            }),
+            _ => self.inner().remove(key),
+        }
     }
     fn describe(&self) -> String {
         "odd".into()

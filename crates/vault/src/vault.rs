@@ -432,7 +432,7 @@ impl Vault {
         let key = format!("probe/{}", SessionId::random());
         self.objects.create(&key, Bytes::from_static(b"probe"))?;
         let listed = self.objects.list("probe")?;
-        self.objects.remove(&key)?;
+        unprobe(&*self.objects, &key);
         listed
             .iter()
             .find(|o| o.key == key)
@@ -474,10 +474,17 @@ fn probe(objects: &dyn Objects) -> Result<()> {
     let first = objects.create(&key, Bytes::from_static(b"first"))?;
     let second = objects.create(&key, Bytes::from_static(b"second"))?;
     let kept = objects.get(&key)?;
-    objects.remove(&key)?;
+    unprobe(objects, &key);
     match first && !second && kept.as_deref() == Some(b"first") {
         true => Ok(()),
         false => Err(VaultError::Unconditional(objects.describe())),
+    }
+}
+
+/// Removes what was only to see what a store does. Who may not delete leaves it to a collection.
+fn unprobe(objects: &dyn Objects, key: &str) {
+    if let Err(error) = objects.remove(key) {
+        tracing::debug!("{error}");
     }
 }
 

@@ -336,6 +336,34 @@ fn slow_links_and_answers() {
     assert!(error.to_string().contains("no answer within"), "{error}");
 }
 
+/// A minute of 503, in fast motion: by default the pauses are long enough for more than a minute.
+#[test]
+fn a_store_that_is_busy_for_a_minute_is_waited_for() {
+    let normal = Patience::default();
+    let mut pause = normal.pause;
+    let mut waited = Duration::ZERO;
+    for _ in 1..MAX_TRIES {
+        waited += pause;
+        pause = (pause * 2).min(normal.max_pause);
+    }
+    assert!(waited > Duration::from_secs(60) && normal.later > Duration::from_secs(60));
+
+    let Some(setting) = Setting::new() else {
+        return;
+    };
+    // All but the last try of whatever is asked for in the middle of a backup.
+    let proxy = setting.server.proxy(|n, _, _| {
+        (20..20 + u64::from(MAX_TRIES) - 1)
+            .contains(&n)
+            .then_some(Fault::Busy)
+    });
+    let vault = Vault::create_on(Arc::new(through(&proxy, "minute", HASTY))).unwrap();
+    let blocks: Vec<u32> = (1..300).collect();
+    let made = setting.backup(&vault, "web", &blocks, 100).unwrap();
+    assert!(proxy.count() > 20 + u64::from(MAX_TRIES));
+    assert!(content(&vault, &made).unwrap() == disk(&blocks));
+}
+
 /// How many requests it takes to learn that there is no object, if the first one is not answered.
 fn after_silence(patience: Patience) -> Option<u64> {
     let setting = Setting::new()?;
