@@ -5,11 +5,12 @@
 //! deletion cannot leave a snapshot without its blocks, is in `docs/format/vault.md`.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use drover_core::{BLOCK_SIZE, Digest, is_zero};
-use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
+use drover_image::Stamp;
 use drover_index::ZERO_BLOCK;
 use jiff::Timestamp;
 
@@ -18,9 +19,11 @@ use crate::container::{ContainerId, LocalIds};
 use crate::error::{Result, VaultError};
 use crate::index::VaultIndex;
 use crate::names::{Machine, SnapshotId, hooks_key};
-use crate::recipe::{MAX_CONTAINERS, MAX_PAGES, PAGE_BLOCKS, RecipeWriter};
-use crate::record::{HookRecord, Made};
+use crate::recipe::{MAX_CONTAINERS, MAX_PAGES, PAGE_BLOCKS, RecipeWriter, SEGMENT_BLOCKS};
+use crate::record::{HookRecord, Made, SnapshotRecord};
 use crate::sealer::{Filling, Job, MAX_SEALERS, MAX_WAITING_GROUPS, Sealing};
+use crate::snapshot::Snapshot;
+use crate::source::{Source, Unchanged};
 use crate::sparse::{List, WINDOW_BLOCKS, hooks_of};
 use crate::uses::Uses;
 use crate::vault::Vault;
@@ -52,6 +55,8 @@ pub struct Backup {
     pub notes: Vec<String>,
     /// Memory of the index that grows with the vault, in bytes.
     pub index_bytes: u64,
+    /// Bytes of the source that were read; the others are as in an earlier snapshot.
+    pub read_bytes: u64,
 }
 
 /// 8 MiB of a walk.
@@ -59,6 +64,14 @@ struct Window {
     bytes: Vec<u8>,
     /// Of every block; those of zero blocks are [`ZERO_BLOCK`].
     digests: Vec<Digest>,
+}
+
+/// A part of a walk.
+enum Part {
+    /// What was read.
+    Window(Window),
+    /// These segments are the parent's.
+    Same(Range<u64>),
 }
 
 impl Vault {
@@ -89,36 +102,62 @@ impl Vault {
         now: i64,
         progress: &mut dyn FnMut(BackupProgress),
     ) -> Result<Backup> {
-        self.probe()?;
-        let mut notes = Vec::new();
-        let outgoing = match open_for_sending(path, Conversion::AsIs) {
-            Err(error) if error.opaque_helps() => {
-                notes.push(format!("{error}; stored in the order of the file"));
-                open_for_sending(path, Conversion::Opaque)?
+        let source = Source::file(path)?;
+        let (now, note) = self.time_for(std::slice::from_ref(machine), now)?;
+        let mut made = self.backup_source(&source, machine, host, now, progress)?;
+        made.notes.extend(note);
+        Ok(made)
+    }
+
+    /// When a snapshot of these machines is dated that is made now: a set has one time for all, and is after every earlier one. And a
+    /// note, if a clock was set back.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    pub fn time_for(&self, machines: &[Machine], now: i64) -> Result<(i64, Option<String>)> {
+        let mut latest: Option<SnapshotId> = None;
+        for machine in machines {
+            let of_it = self.ids("snapshots", Some(machine))?.pop_last();
+            if of_it.as_ref().map(|id| id.time) > latest.as_ref().map(|id| id.time) {
+                latest = of_it;
             }
-            opened => opened?,
-        };
-        notes.extend(outgoing.notes.iter().cloned());
-        if outgoing.layout.walk_blocks() > (MAX_PAGES * PAGE_BLOCKS) as u64 {
-            return Err(VaultError::TooLarge(path.display().to_string()));
         }
-        let latest = self
-            .ids("snapshots", Some(machine))?
-            .last()
-            .map(|id| id.time);
-        let time = match latest {
-            Some(latest) if latest >= now => {
-                if latest > now + 1 {
-                    notes.push(format!(
-                        "the clock of this host is behind the latest snapshot of {machine}; the snapshot is dated after it"
-                    ));
-                }
-                latest + 1
+        Ok(match latest {
+            Some(latest) if latest.time >= now => {
+                let note = (latest.time > now + 1).then(|| {
+                    format!(
+                        "the clock of this host is behind the latest snapshot of {}; the snapshot is dated after it",
+                        latest.machine
+                    )
+                });
+                (latest.time + 1, note)
             }
-            _ => now,
-        };
+            _ => (now, None),
+        })
+    }
+
+    /// As [`Vault::backup_at`], of any source. If `time` is not after the latest snapshot of the machine, the new one is dated after that.
+    ///
+    /// # Errors
+    /// As [`Vault::backup`].
+    pub fn backup_source(
+        &self,
+        source: &Source,
+        machine: &Machine,
+        host: &str,
+        time: i64,
+        progress: &mut dyn FnMut(BackupProgress),
+    ) -> Result<Backup> {
+        self.probe()?;
+        let mut notes = source.image.notes.clone();
+        if source.image.layout.walk_blocks() > (MAX_PAGES * PAGE_BLOCKS) as u64 {
+            return Err(VaultError::TooLarge(source.from.clone()));
+        }
+        let (time, _) = self.time_for(std::slice::from_ref(machine), time)?;
+        notes.extend(self.other_host(machine, host)?);
         let mut sessions = Vec::new();
         let mut outcome = Err(VaultError::Overtaken(MAX_ATTEMPTS));
+        let mut use_parent = true;
         for _ in 0..MAX_ATTEMPTS {
             let session = self.claim()?;
             sessions.push(session);
@@ -129,23 +168,33 @@ impl Vault {
             };
             let attempt = Attempt {
                 vault: self,
-                outgoing: &outgoing,
-                path,
+                source,
+                use_parent,
                 host,
                 id,
             };
             match attempt.run(progress) {
-                Ok((record, index_bytes)) => {
+                Ok(done) => {
                     outcome = Ok(Backup {
                         id: attempt.id,
-                        record,
+                        record: done.record,
                         notes,
-                        index_bytes,
+                        index_bytes: done.index_bytes,
+                        read_bytes: done.read_bytes,
                     });
                     break;
                 }
                 // What it stored is found again by the next attempt.
                 Err(Ended::Overtaken) => self.retract(&attempt.id),
+                // The parent is damaged, or has gone: all is read.
+                Err(Ended::Failed(error))
+                    if source.since.is_some() && use_parent && error.is_damage() =>
+                {
+                    tracing::info!("what was not written is read, too: {error}");
+                    use_parent = false;
+                    self.retract(&attempt.id);
+                    outcome = Err(error);
+                }
                 Err(Ended::Failed(error)) => {
                     outcome = Err(error);
                     break;
@@ -158,14 +207,37 @@ impl Vault {
         }
         outcome
     }
+
+    /// A note, if the latest snapshot of a machine was made on another host: there may be two of that name.
+    fn other_host(&self, machine: &Machine, host: &str) -> Result<Option<String>> {
+        let Some(latest) = self.live_ids(Some(machine))?.pop() else {
+            return Ok(None);
+        };
+        Ok(match self.record_of(&latest) {
+            Ok(Some(SnapshotRecord::Made(made))) if made.host != host => Some(format!(
+                "the latest snapshot of {machine} was made on another host, {}, of {}: if that is another machine, give each a name of its own with --as",
+                made.host, made.source
+            )),
+            Err(error) if !error.is_damage() => return Err(error),
+            _ => None,
+        })
+    }
 }
 
 struct Attempt<'a> {
     vault: &'a Vault,
-    outgoing: &'a Outgoing,
-    path: &'a Path,
+    source: &'a Source,
+    /// Whether what was not written is taken from the parent.
+    use_parent: bool,
     host: &'a str,
     id: SnapshotId,
+}
+
+/// A snapshot that was committed.
+struct Done {
+    record: Made,
+    index_bytes: u64,
+    read_bytes: u64,
 }
 
 /// What the walk yields.
@@ -177,19 +249,20 @@ struct Walked {
     data_bytes: u64,
     new_bytes: u64,
     stored_bytes: u64,
+    read_bytes: u64,
 }
 
 impl Attempt<'_> {
-    fn run(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<(Made, u64), Ended> {
+    fn run(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Done, Ended> {
         let walked = self.walk(progress)?;
-        for (path, stamp) in &self.outgoing.stamps {
+        for (path, stamp) in &self.source.image.stamps {
             if Stamp::of_path(path).ok() != Some(*stamp) {
-                return Err(VaultError::Changed(self.path.to_path_buf()).into());
+                return Err(VaultError::Changed(self.source.path()).into());
             }
         }
         let vault = self.vault;
         let first_last_part = walked.recipe.parts();
-        let (head, last) = walked.recipe.finish(&self.outgoing.layout);
+        let (head, last) = walked.recipe.finish(&self.source.image.layout);
         if let Some(part) = last {
             vault.put_own(&self.id.part(first_last_part), part)?;
         }
@@ -198,11 +271,11 @@ impl Attempt<'_> {
             vault.put_own(&hooks_key(self.id.session), walked.hooks.encode())?;
         }
         let record = Made {
-            source: self.path.display().to_string(),
+            source: self.source.from.clone(),
             host: self.host.to_owned(),
-            format: self.outgoing.format.as_str().to_owned(),
-            file_bytes: self.outgoing.layout.file_len(),
-            disk_bytes: self.outgoing.virtual_size,
+            format: self.source.image.format.as_str().to_owned(),
+            file_bytes: self.source.image.layout.file_len(),
+            disk_bytes: self.source.image.virtual_size,
             data_bytes: walked.data_bytes,
             new_bytes: walked.new_bytes,
             stored_bytes: walked.stored_bytes,
@@ -211,16 +284,24 @@ impl Attempt<'_> {
         let written = head.parts + 1;
         let generations = walked.index.generations();
         vault.commit(&self.id, written, &walked.uses, &generations, &record)?;
-        Ok((record, walked.index.bytes() as u64))
+        Ok(Done {
+            record,
+            index_bytes: walked.index.bytes() as u64,
+            read_bytes: walked.read_bytes,
+        })
     }
 
     fn walk(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Walked> {
         let index = VaultIndex::load(self.vault, &self.id.machine)?;
+        let unchanged = match self.use_parent {
+            true => Unchanged::of(self.source, self.vault)?,
+            false => Unchanged::default(),
+        };
         let sealing = Sealing::new(&*self.vault.objects, &self.id.machine, self.id.session);
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_SEALERS));
         std::thread::scope(|scope| {
             let (to_windows, windows) = bounded(MAX_WAITING_WINDOWS);
-            let reader = scope.spawn(|| self.read(to_windows));
+            let reader = scope.spawn(|| self.read(to_windows, &unchanged));
             let (jobs, to_do) = bounded::<Job>(MAX_WAITING_GROUPS);
             let sealers: Vec<_> = (0..threads)
                 .map(|_| {
@@ -229,7 +310,13 @@ impl Attempt<'_> {
                 })
                 .collect();
             drop(to_do);
-            let walked = self.look_up(&windows, index, &sealing, jobs, progress);
+            let walked = self.look_up(
+                &windows,
+                index,
+                unchanged.parent(),
+                (&sealing, jobs),
+                progress,
+            );
             // Whoever waits for this thread goes on.
             drop(windows);
             let read = reader.join().map_err(|_| VaultError::Worker)?;
@@ -247,18 +334,31 @@ impl Attempt<'_> {
     }
 
     /// Reads and digests the walk.
-    fn read(&self, windows: Sender<Window>) -> Result<()> {
-        let layout = &self.outgoing.layout;
+    fn read(&self, windows: Sender<Part>, unchanged: &Unchanged) -> Result<()> {
+        const SEGMENT: u64 = SEGMENT_BLOCKS as u64;
+        let layout = &self.source.image.layout;
         let total = layout.walk_blocks();
         let mut at = 0;
         while at < total {
-            let blocks = (total - at).min(WINDOW_BLOCKS as u64) as usize;
+            if let Some(same) = unchanged.from(at / SEGMENT) {
+                at = total.min(same.end * SEGMENT);
+                if windows.send(Part::Same(same)).is_err() {
+                    return Ok(());
+                }
+                continue;
+            }
+            let until = unchanged.next(at / SEGMENT).map_or(total, |n| n * SEGMENT);
+            let blocks = (total.min(until) - at).min(WINDOW_BLOCKS as u64) as usize;
             let mut bytes = vec![0; blocks * BLOCK_SIZE];
             layout
-                .read(&*self.outgoing.content, at * BLOCK_SIZE as u64, &mut bytes)
+                .read(
+                    &*self.source.image.content,
+                    at * BLOCK_SIZE as u64,
+                    &mut bytes,
+                )
                 .map_err(|source| VaultError::File {
                     doing: "read",
-                    path: self.path.to_path_buf(),
+                    path: self.source.path(),
                     source,
                 })?;
             let mut digests = Vec::with_capacity(blocks);
@@ -277,7 +377,10 @@ impl Attempt<'_> {
                 }
                 from = to;
             }
-            if windows.send(Window { bytes, digests }).is_err() {
+            if windows
+                .send(Part::Window(Window { bytes, digests }))
+                .is_err()
+            {
                 return Ok(());
             }
             at += blocks as u64;
@@ -288,10 +391,10 @@ impl Attempt<'_> {
     /// Finds duplicates, hands new blocks to the threads that compress, writes the recipe.
     fn look_up(
         &self,
-        windows: &Receiver<Window>,
+        windows: &Receiver<Part>,
         mut index: VaultIndex,
-        sealing: &Sealing<'_>,
-        jobs: Sender<Job>,
+        parent: Option<&Snapshot>,
+        (sealing, jobs): (&Sealing<'_>, Sender<Job>),
         progress: &mut dyn FnMut(BackupProgress),
     ) -> Result<Walked> {
         let (machine, session) = (&self.id.machine, self.id.session);
@@ -302,10 +405,10 @@ impl Attempt<'_> {
         let mut filling = Filling::new(sealing, jobs, ContainerId::new(session, counter));
         let mut open: HashMap<Digest, u16> = HashMap::new();
         let mut now = BackupProgress {
-            total_bytes: self.outgoing.layout.walk_blocks() * BLOCK_SIZE as u64,
+            total_bytes: self.source.image.layout.walk_blocks() * BLOCK_SIZE as u64,
             ..BackupProgress::default()
         };
-        let mut data_blocks = 0u64;
+        let (mut data_blocks, mut read_bytes) = (0u64, 0u64);
         let mut seal =
             |filling: &mut Filling<'_>, open: &mut HashMap<Digest, u16>, index: &mut VaultIndex| {
                 counter += 1;
@@ -319,11 +422,27 @@ impl Attempt<'_> {
                 }
                 Ok::<_, VaultError>(())
             };
-        for window in windows {
+        for part in windows {
             if sealing.failed() {
                 return Err(VaultError::Worker);
             }
             sealing.claim()?;
+            let window = match (part, parent) {
+                (Part::Window(window), _) => window,
+                (Part::Same(segments), Some(parent)) => {
+                    for segment in segments {
+                        let taken = self.take_over(parent, segment, &mut recipe, &mut uses)?;
+                        data_blocks += taken.data_blocks;
+                        now.done_bytes += taken.blocks * BLOCK_SIZE as u64;
+                    }
+                    if recipe.containers() > MAX_CONTAINERS {
+                        return Err(VaultError::TooLarge(self.source.from.clone()));
+                    }
+                    progress(now);
+                    continue;
+                }
+                (Part::Same(_), None) => continue,
+            };
             let data: Vec<Digest> = window
                 .digests
                 .iter()
@@ -363,9 +482,10 @@ impl Attempt<'_> {
                 }
             }
             if recipe.containers() > MAX_CONTAINERS {
-                return Err(VaultError::TooLarge(self.path.display().to_string()));
+                return Err(VaultError::TooLarge(self.source.from.clone()));
             }
             now.done_bytes += window.bytes.len() as u64;
+            read_bytes += window.bytes.len() as u64;
             now.stored_bytes = sealing.stored();
             progress(now);
         }
@@ -378,7 +498,31 @@ impl Attempt<'_> {
             data_bytes: data_blocks * BLOCK_SIZE as u64,
             new_bytes: now.new_bytes,
             stored_bytes: 0,
+            read_bytes,
         })
+    }
+
+    /// A segment as the parent has it.
+    fn take_over(
+        &self,
+        parent: &Snapshot,
+        segment: u64,
+        recipe: &mut RecipeWriter,
+        uses: &mut Uses,
+    ) -> Result<Taken> {
+        let (digest, runs) = parent.runs(segment)?;
+        let mut taken = Taken::default();
+        for run in &runs {
+            taken.blocks += u64::from(run.blocks);
+            if let Some((machine, id, local)) = run.place {
+                taken.data_blocks += u64::from(run.blocks);
+                uses.insert_run(machine, id, local, run.blocks);
+            }
+        }
+        let number = recipe.parts();
+        let part = recipe.segment(digest, &runs);
+        self.put_part(number, part)?;
+        Ok(taken)
     }
 
     fn put_part(&self, number: u32, part: Option<Vec<u8>>) -> Result<()> {
@@ -387,6 +531,13 @@ impl Attempt<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// What was taken over of a parent.
+#[derive(Default)]
+struct Taken {
+    blocks: u64,
+    data_blocks: u64,
 }
 
 fn block(bytes: &[u8], i: usize) -> &[u8] {

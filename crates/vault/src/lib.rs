@@ -59,6 +59,7 @@ mod restore;
 mod sealed;
 mod sealer;
 mod snapshot;
+mod source;
 mod sparse;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -92,6 +93,7 @@ pub use record::{
 };
 pub use restore::{RestoreProgress, Restored};
 pub use snapshot::Snapshot;
+pub use source::{Since, Source};
 pub use uses::{Uses, UsesError};
 pub use vault::{Entry, Vault};
 

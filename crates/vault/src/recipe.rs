@@ -58,6 +58,15 @@ pub struct Run {
     pub place: Place,
 }
 
+/// Consecutive blocks, of a container by its name: none if they are zero.
+#[derive(Debug, Clone, Copy)]
+pub struct Placed<'a> {
+    /// How many.
+    pub blocks: u32,
+    /// The machine of the container, the container, and the first local id.
+    pub place: Option<(&'a Machine, ContainerId, u16)>,
+}
+
 /// Why bytes are no part of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecipeError {
@@ -425,6 +434,35 @@ impl RecipeWriter {
         id: ContainerId,
         local: u16,
     ) -> Option<Vec<u8>> {
+        let place = self.place(machine, id, local);
+        self.block(digest, place)
+    }
+
+    /// Adds a whole segment, between others, of which this is the digest. A part of the recipe may be complete with it.
+    pub fn segment(&mut self, digest: Digest, runs: &[Placed<'_>]) -> Option<Vec<u8>> {
+        debug_assert!(self.segment.is_empty());
+        for run in runs {
+            let place = match run.place {
+                None => Place::Zero,
+                Some((machine, id, local)) => self.place(machine, id, local),
+            };
+            match self.page.runs.last_mut() {
+                Some(last) if follows(last, place) => last.blocks += run.blocks,
+                _ => self.page.runs.push(Run {
+                    blocks: run.blocks,
+                    place,
+                }),
+            }
+        }
+        self.page.segments.push(digest);
+        match self.page.segments.len() == PAGE_SEGMENTS {
+            true => self.end_page(),
+            false => None,
+        }
+    }
+
+    /// A place in a container, which gets a number.
+    fn place(&mut self, machine: &Machine, id: ContainerId, local: u16) -> Place {
         let same = self
             .containers
             .get(self.last as usize)
@@ -440,11 +478,10 @@ impl RecipeWriter {
                 self.containers.len() as u32 - 1
             });
         }
-        let place = Place::At {
+        Place::At {
             container: self.last,
             local,
-        };
-        self.block(digest, place)
+        }
     }
 
     fn block(&mut self, digest: Digest, place: Place) -> Option<Vec<u8>> {

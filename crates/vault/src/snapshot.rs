@@ -15,7 +15,7 @@ use crate::lru::Lru;
 use crate::names::{Machine, SnapshotId};
 use crate::reader::Reader;
 use crate::recipe::{
-    PAGE_BLOCKS, PAGE_SEGMENTS, Page, Place, RecipeError, RecipeHead, SEGMENT_BLOCKS,
+    PAGE_BLOCKS, PAGE_SEGMENTS, Page, Place, Placed, RecipeError, RecipeHead, Run, SEGMENT_BLOCKS,
     page_checksum, page_digest, segment_digest,
 };
 use crate::record::{Made, SnapshotRecord};
@@ -165,6 +165,24 @@ impl Snapshot {
     fn container(&self, number: u32) -> (&Machine, ContainerId) {
         let (machine, id) = self.head.containers[number as usize];
         (&self.head.machines[machine as usize], id)
+    }
+
+    /// The digest of a segment, which is proved, and where its blocks are.
+    pub(crate) fn runs(&self, number: u64) -> Result<(Digest, Vec<Placed<'_>>)> {
+        let in_page = (number % PAGE_SEGMENTS as u64) as usize;
+        let page = self.page((number / PAGE_SEGMENTS as u64) as usize)?;
+        let place = |run: Run| Placed {
+            blocks: run.blocks,
+            place: match run.place {
+                Place::Zero => None,
+                Place::At { container, local } => {
+                    let (machine, id) = self.container(container);
+                    Some((machine, id, local))
+                }
+            },
+        };
+        let runs = page.runs_of(in_page).into_iter().map(place).collect();
+        Ok((page.segments[in_page], runs))
     }
 
     /// A segment, with digests that are proved.

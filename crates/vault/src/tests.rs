@@ -6,6 +6,7 @@ mod crash;
 mod encrypted;
 mod faults;
 mod share;
+mod unchanged;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -387,6 +387,15 @@ impl Vault {
         }
     }
 
+    /// The snapshot of a machine that a session made, if it is there.
+    ///
+    /// # Errors
+    /// Errors of the store.
+    pub fn of_session(&self, machine: &Machine, session: SessionId) -> Result<Option<SnapshotId>> {
+        let ids = self.live_ids(Some(machine))?;
+        Ok(ids.into_iter().find(|id| id.session == session))
+    }
+
     pub(crate) fn no_snapshot(&self, id: &SnapshotId) -> VaultError {
         VaultError::NoSnapshot {
             wanted: id.to_string(),
