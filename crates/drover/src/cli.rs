@@ -23,6 +23,7 @@ mod nodes;
 mod peers;
 mod profile;
 mod replicate;
+mod snapshot;
 mod space;
 mod transfers;
 mod values;
@@ -43,6 +44,7 @@ pub use nodes::{NodesAction, NodesArgs};
 pub use peers::{PairArgs, PeersAction, PeersArgs, TicketArgs};
 pub use profile::{ProfileAction, ProfileArgs};
 pub use replicate::{FailoverArgs, ReplicateArgs, Replicated};
+pub use snapshot::{Freeze, SnapshotArgs, SnapshotOf};
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 pub use values::DomainArg;
@@ -50,7 +52,7 @@ pub use values::Format;
 pub use values::ImageAt;
 use values::image_name;
 pub use vault::{
-    ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, VaultAction, VaultArgs,
     VaultCopyArgs, VaultDrillArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs, VaultScheduleArgs,
 };
 

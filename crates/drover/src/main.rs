@@ -24,6 +24,7 @@ mod replicate;
 mod send;
 mod serve;
 mod setup;
+mod snapshot;
 mod space;
 mod status;
 mod tickets;
@@ -160,7 +161,7 @@ fn run(cli: Cli) -> Result<()> {
             wait(profile::profile(&home, args))
         }
         Command::Vault(args) => vault::vault(cli.home.as_deref(), args),
-        Command::Snapshot(args) => vault::snapshot(cli.home.as_deref(), &args),
+        Command::Snapshot(args) => snapshot::snapshot(cli.home.as_deref(), &args),
         Command::Snapshots(args) => vault::snapshots(cli.home.as_deref(), &args),
         Command::Restore(args) => vault::restore(cli.home.as_deref(), &args),
         Command::Space(args) => space::space(&of(&args.of)?, &args),
@@ -200,16 +201,21 @@ fn run(cli: Cli) -> Result<()> {
 /// have one for as long as its session lasts.
 const MAX_BLOCKING_THREADS: usize = 4096;
 
+/// A runtime for what is asynchronous.
+fn runtime() -> Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .max_blocking_threads(MAX_BLOCKING_THREADS)
+        .build()
+        .context("cannot start the async runtime")
+}
+
 /// Runs an asynchronous command.
 fn wait<T, E>(command: impl Future<Output = Result<T, E>>) -> Result<T>
 where
     anyhow::Error: From<E>,
 {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .max_blocking_threads(MAX_BLOCKING_THREADS)
-        .build()
-        .context("cannot start the async runtime")?;
+    let runtime = runtime()?;
     let out = runtime.block_on(command);
     // Do not wait for abandoned blocking jobs.
     runtime.shutdown_background();

@@ -1,4 +1,4 @@
-//! `vault`, `snapshot`, `snapshots` and `restore`.
+//! `vault`, `snapshots` and `restore`.
 
 mod common;
 mod drill;
@@ -20,12 +20,12 @@ use serde_json::{Value, json};
 
 use crate::bar::Bar;
 use crate::cli::{
-    ForgetArgs, OfVault, RestoreArgs, SnapshotArgs, SnapshotsArgs, VaultAction, VaultArgs,
-    VaultCopyArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultCopyArgs,
+    VaultInitArgs, VaultKeyAction, VaultKeyArgs,
 };
 use crate::failure::usage;
 use crate::{out, prompt};
-use common::{Progress, machine_of, open};
+pub use common::{Progress, machine_of, open};
 
 /// A check without --full reads one container in so many.
 const SAMPLE: u32 = 16;
@@ -146,7 +146,8 @@ fn key(home: Option<&Path>, args: VaultKeyArgs) -> Result<()> {
     }
 }
 
-fn json_of(entry: &Entry) -> Value {
+/// A snapshot as JSON.
+pub fn json_of(entry: &Entry) -> Value {
     let r = &entry.record;
     json!({
         "snapshot": entry.id.to_string(), "name": entry.id.machine.as_str(), "time": entry.id.when(),
@@ -154,49 +155,6 @@ fn json_of(entry: &Entry) -> Value {
         "format": r.format, "file_bytes": r.file_bytes, "disk_bytes": r.disk_bytes, "data_bytes": r.data_bytes,
         "new_bytes": r.new_bytes, "stored_bytes": r.stored_bytes, "root": r.root.to_string(),
     })
-}
-
-/// `drover snapshot`.
-///
-/// # Errors
-/// When the image cannot be read, or the vault cannot be written.
-pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
-    let vault = open(home, &args.of)?;
-    let machine = match &args.name {
-        Some(name) => name.clone(),
-        None => machine_of(&args.image)?,
-    };
-    let image = std::path::absolute(&args.image)?;
-    let mut progress = Progress::new(machine.as_str(), args.of.json);
-    let made = vault.backup(&image, &machine, &vaults::host(), &mut |p| {
-        progress.at(
-            p.done_bytes,
-            p.total_bytes,
-            || json!({"new_bytes": p.new_bytes, "stored_bytes": p.stored_bytes}),
-        );
-    });
-    progress.bar.clear();
-    let made = made.map_err(Error::from)?;
-    for note in &made.notes {
-        out::note(&format!("drover: {}", clean(note)));
-    }
-    let entry = Entry {
-        id: made.id,
-        record: made.record,
-    };
-    if args.of.json {
-        let mut event = json_of(&entry);
-        event["event"] = "snapshot".into();
-        return out::json(&event);
-    }
-    let r = &entry.record;
-    out::line(&format!(
-        "{}: {} of data, {} of it new, {} stored",
-        clean(&entry.id.to_string()),
-        bytes(r.data_bytes),
-        bytes(r.new_bytes),
-        bytes(r.stored_bytes)
-    ))
 }
 
 /// `drover snapshots`.
@@ -264,7 +222,7 @@ pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
             || json!({"written_bytes": p.written_bytes}),
         );
     });
-    progress.bar.clear();
+    progress.clear();
     let restored = restored.map_err(Error::from)?;
     if args.of.json {
         return out::json(&json!({
@@ -453,7 +411,7 @@ fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
             std::thread::sleep(due.saturating_sub(began.elapsed()));
         }
     });
-    progress.bar.clear();
+    progress.clear();
     let copied = copied.map_err(Error::from)?;
     if args.of.json {
         out::json(&json!({

@@ -29,6 +29,7 @@
 
 mod command_line;
 mod error;
+mod guest_agent;
 pub mod libvirt;
 pub mod machine;
 mod place;
@@ -42,6 +43,7 @@ mod writers;
 
 pub use command_line::CommandLine;
 pub use error::{ErrorClass, HypervisorError};
+pub use guest_agent::{Agent, GuestAgent};
 pub use machine::Machine;
 pub use place::{Hypervisor, Place};
 pub use rounds::Rounds;

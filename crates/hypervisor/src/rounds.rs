@@ -28,6 +28,7 @@ mod held;
 mod left;
 mod moments;
 mod names;
+mod notes;
 mod server;
 
 pub use held::{COPY_TIMEOUT, MIN_HELD_VERSION};

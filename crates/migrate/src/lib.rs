@@ -6,6 +6,7 @@
 //! - [`program`] moves a program of one's own: its memory regions and its devices.
 //! - [`track`] makes any device movable, and [`move_device`] moves it while programs use it; [`Hooks`] pause them.
 //! - [`replica`] sends the disks of a machine again and again, as of one moment each.
+//! - [`moment`] holds the disks of a machine, or a device, as of one moment, to be read here.
 //! - [`migrate()`] moves a machine of a QEMU to another site; [`Conversations`], [`DiskWrites`], [`DiskFetches`] and
 //!   [`MemoryStreams`] are
 //!   the services of a [`Site`] that takes it.
@@ -20,6 +21,7 @@ mod hold;
 mod hooks;
 pub mod leecher;
 mod memory;
+pub mod moment;
 mod movable;
 pub mod program;
 pub mod protocol;

@@ -6,7 +6,7 @@
 
 mod device;
 mod held;
-mod machine;
+pub(crate) mod machine;
 pub mod protocol;
 
 use std::path::PathBuf;

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::control::{self, GetStatus, PrepareHandOver, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
+use super::holding::HoldDisk;
 use super::lease;
 use super::left::Left;
 use super::moving::{self, AbortMove, MoveDisk, Moving};
@@ -31,6 +32,7 @@ use crate::signals::{self, Stop};
 use crate::text::{bytes, clean, now_unix};
 
 mod handing_over;
+mod holding;
 mod profiling;
 mod replicating;
 
@@ -176,6 +178,7 @@ pub async fn keep(
     services.handle::<MoveDisk>(Requests(Arc::clone(&daemon)));
     services.handle::<AbortMove>(Requests(Arc::clone(&daemon)));
     services.handle::<ReplicateDisk>(Requests(Arc::clone(&daemon)));
+    services.handle::<HoldDisk>(Requests(Arc::clone(&daemon)));
     services.handle::<StartProfile>(Requests(Arc::clone(&daemon)));
     services.handle::<StopProfile>(Requests(Arc::clone(&daemon)));
     let announced = home

@@ -100,9 +100,14 @@ impl From<RoundReport> for RoundDone {
     }
 }
 
-/// The replication of a device, between its rounds.
+/// What is recorded of a device: between the rounds of its replication, and between its snapshots. One of them goes on, the
+/// other begins anew.
 #[derive(Default)]
-pub struct Kept(Option<(PeerKey, ImageName, Seed, Replication)>);
+pub struct Kept {
+    replica: Option<(PeerKey, ImageName, Seed, Replication)>,
+    /// For snapshots.
+    pub held: super::holding::Kept,
+}
 
 /// Makes a round. What was written between two rounds is known if they are of the same replica.
 ///
@@ -151,7 +156,7 @@ pub async fn run(
         wire: Arc::default(),
     };
     let (key, name, seed) = (peer.key, &order.name_there, order.seed);
-    let mut replication = match kept.0.take() {
+    let mut replication = match kept.replica.take() {
         Some((of, its, its_seed, known)) if (of, &its, its_seed) == (key, name, seed) => {
             known.with(options, scratch)
         }
@@ -180,7 +185,7 @@ pub async fn run(
         round = replication.round(on_event, stop) => round,
         () = sampling => Err(MigrateError::Stopped),
     };
-    kept.0 = Some((key, name.clone(), seed, replication));
+    kept.replica = Some((key, name.clone(), seed, replication));
     Ok(round
         .map_err(|e| match e.code() {
             // It is told from others by its code.

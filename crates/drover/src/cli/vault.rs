@@ -441,27 +441,6 @@ pub struct ForgetArgs {
     pub of: OfVault,
 }
 
-/// Make a snapshot of an image file in a vault
-///
-/// The image must not be in use by a program that writes to it. Blocks that the vault has already, of whatever machine, are not stored again. The file can be restored byte for byte,
-/// container format included. Other files that it names, such as a backing file, are not part of it.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  drover snapshot web.qcow2
-  drover snapshot /srv/images/web.qcow2 --as web
-  drover snapshot web.qcow2 --vault /mnt/vault")]
-pub struct SnapshotArgs {
-    /// Image file, or block device
-    #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
-    pub image: PathBuf,
-    /// Name of the machine in the vault [default: the name of the file, without its extension]
-    #[arg(long = "as", value_name = "NAME", value_parser = machine)]
-    pub name: Option<Machine>,
-    #[command(flatten)]
-    pub of: OfVault,
-}
-
 /// List snapshots
 ///
 /// TIME is UTC. SIZE is the length of the file, DATA that of its blocks that are not zero, NEW that of blocks that the vault did not have, STORED what those took.
@@ -505,7 +484,7 @@ fn key(text: &str) -> Result<SessionId, String> {
     SessionId::parse(text).ok_or_else(|| "use the ten digits of `drover vault key list`".into())
 }
 
-fn machine(text: &str) -> Result<Machine, String> {
+pub(super) fn machine(text: &str) -> Result<Machine, String> {
     Machine::new(text).map_err(|e| e.to_string())
 }
 

@@ -38,7 +38,7 @@ fn passphrase(what: &str) -> Result<Secret> {
 
 /// Progress of a command, as a bar or as JSON events.
 pub struct Progress {
-    pub bar: Bar,
+    bar: Bar,
     json: bool,
     told: Instant,
 }
@@ -74,6 +74,11 @@ impl Progress {
             // A reader that is gone does not stop the work.
             let _ = out::json(&event());
         }
+    }
+
+    /// It has ended.
+    pub fn clear(&self) {
+        self.bar.clear();
     }
 }
 

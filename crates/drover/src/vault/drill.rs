@@ -126,7 +126,7 @@ fn one(vault: &Vault, entry: &Entry, scratch: &Scratch, args: &VaultDrillArgs) -
     let took = began.elapsed();
     // Once more: what is in the file is read, and compared with the digests that the root proves.
     let again = restored.and_then(|_| restore().map_err(Error::from));
-    progress.bar.clear();
+    progress.clear();
     drop(hold);
     let done = again.and_then(|again| match again.written_bytes {
         0 => Ok(()),

@@ -23,6 +23,7 @@ mod mounted;
 mod postcopy;
 mod replicas;
 mod several_disks;
+mod snapshots;
 mod start_script;
 mod three_sites;
 

@@ -18,6 +18,7 @@ use crate::world::{Ran, Site, World, own_address, signal, until, wait};
 mod faults;
 mod names;
 mod replicas;
+mod snapshots;
 
 const SLOTS: u64 = 2048;
 const SLOT: u64 = 4096;

@@ -63,7 +63,7 @@ impl Names {
 
     /// Whether a bitmap is of this series.
     pub fn is_bitmap(&self, name: &str) -> bool {
-        let is_kind = self.is_filter(name) || self.is_past(name);
+        let is_kind = self.is_filter(name) || self.is_past(name) || self.noted(name).is_some();
         self.number_of(name).is_some() || is_kind || name == self.paused()
     }
 
@@ -90,6 +90,19 @@ impl Names {
     /// The copy of a bitmap of others, and its export.
     pub fn past(&self, index: usize) -> String {
         format!("drover-{}-p{index}", self.name)
+    }
+
+    /// The bitmap that says what the state is called from which on is recorded.
+    pub fn note(&self, note: &str) -> String {
+        format!("drover-{}-v{note}", self.name)
+    }
+
+    /// What such a bitmap says.
+    pub fn noted<'a>(&self, bitmap: &'a str) -> Option<&'a str> {
+        let note = self.rest(bitmap)?.strip_prefix('v')?;
+        let is_note = (1..=16).contains(&note.len())
+            && note.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        is_note.then_some(note)
     }
 
     pub fn is_past(&self, name: &str) -> bool {
@@ -165,6 +178,9 @@ mod tests {
         ];
         let past = longest.past(last);
         assert!(longest.is_past(&past) && longest.is_bitmap(&past) && longest.is_export(&past));
+        let note = longest.note("0123456789");
+        assert!(longest.noted(&note) == Some("0123456789") && longest.is_bitmap(&note));
+        assert!(longest.number_of(&note).is_none() && longest.noted(&longest.note("x")).is_none());
         assert!(!longest.is_held(&past) && longest.number_of(&past).is_none());
         for name in [&filter, &scratch, &held] {
             assert!(name.len() <= 31, "{name}");

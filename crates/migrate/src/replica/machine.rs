@@ -154,7 +154,7 @@ impl MachineDisks {
 }
 
 /// What a view says is dirty.
-async fn dirty(opening: &Opening, view: View) -> Result<Vec<Range<u64>>, MigrateError> {
+pub(crate) async fn dirty(opening: &Opening, view: View) -> Result<Vec<Range<u64>>, MigrateError> {
     if view.bytes == 0 {
         return Ok(Vec::new());
     }

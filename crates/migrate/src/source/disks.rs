@@ -476,12 +476,16 @@ impl ReadAt for Content {
 
 /// The walk over a disk's data, in its order.
 fn layout(device: &dyn BlockDevice) -> Result<Layout, drover_core::DeviceError> {
+    Ok(Layout::in_file_order(device.size(), &data_runs(device)?))
+}
+
+/// Where a disk has data; the rest is zero.
+pub(crate) fn data_runs(
+    device: &dyn BlockDevice,
+) -> Result<Vec<Range<u64>>, drover_core::DeviceError> {
     let size = device.size();
     if !device.capabilities().extents {
-        return Ok(Layout::in_file_order(
-            size,
-            std::slice::from_ref(&(0..size)),
-        ));
+        return Ok(std::iter::once(0..size).collect());
     }
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut at = 0;
@@ -499,7 +503,7 @@ fn layout(device: &dyn BlockDevice) -> Result<Layout, drover_core::DeviceError> 
             }
         }
     }
-    Ok(Layout::in_file_order(size, &runs))
+    Ok(runs)
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ impl Daemon {
         let text = match self.moving.lock().is_some() {
             true => format!("{image} is being moved already"),
             false => format!(
-                "{image} is being replicated: wait for the end of that round, or end `drover replicate`"
+                "{image} is being replicated, or read for a snapshot: wait for the end of that, or end `drover replicate`"
             ),
         };
         Error::coded(Code::Held, text)
