@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use drover_core::ReadAt;
 use drover_image::VirtualDisk;
-use drover_image::guest::{MAX_BOOT_BYTES, MAX_BOOT_RANGES, MAX_LOOK_BYTES, boot_ranges, look};
+use drover_image::guest::{
+    MAX_BOOT_BYTES, MAX_BOOT_RANGES, MAX_LOOK_BYTES, boot_ranges, find_file, look,
+};
 
 use crate::image_open::Content;
 
@@ -20,6 +22,7 @@ fn looked_at(disk: &dyn ReadAt) {
         assert!(system.packages.windows(2).all(|w| w[0] < w[1]));
         assert!(!system.name.chars().any(char::is_control));
     }
+    a_file_is_within(disk, "/etc/os-release");
     let ranges = boot_ranges(disk);
     assert!(ranges.len() <= MAX_BOOT_RANGES);
     assert!(
@@ -31,6 +34,18 @@ fn looked_at(disk: &dyn ReadAt) {
     let mut sorted = ranges;
     sorted.sort_by_key(|r| r.start);
     assert!(sorted.windows(2).all(|w| w[0].end <= w[1].start));
+}
+
+fn a_file_is_within(disk: &dyn ReadAt, path: &str) {
+    if let Ok(found) = find_file(disk, path) {
+        let mut end = 0;
+        for (at, range) in &found.pieces {
+            assert!(range.start <= range.end && range.end <= disk.len());
+            assert!(*at >= end || range.is_empty());
+            end = end.max(at + (range.end - range.start));
+        }
+        assert!(end <= found.size);
+    }
 }
 
 pub fn run(data: &[u8]) {

@@ -2,6 +2,7 @@
 
 mod common;
 mod drill;
+mod restore_file;
 mod schedule;
 
 use std::path::Path;
@@ -204,7 +205,11 @@ pub fn snapshots(home: Option<&Path>, args: &SnapshotsArgs) -> Result<()> {
 /// When there is no such snapshot, the vault is damaged, or the file cannot be written.
 pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
     let vault = open(home, &args.of)?;
-    let entry = vault.find(&args.snapshot).map_err(Error::from)?;
+    let entry = vault.find(&args.what.snapshot).map_err(Error::from)?;
+    if let Some(path) = &args.what.path {
+        let of = (&vault, &entry, path.as_str());
+        return restore_file::restore(of, &args.file, args.yes, args.of.json);
+    }
     if args.file.exists() {
         let question = format!(
             "Overwrite {} with {}?",
@@ -399,7 +404,7 @@ fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
     );
     let (began, limit) = (Instant::now(), args.limit.filter(|&limit| limit > 0));
     let copied = vault.copy(&to, &mut |p| {
-        progress.bar.at(p.done_snapshots, p.total_snapshots);
+        progress.bar_at(p.done_snapshots, p.total_snapshots);
         progress.tell(|| {
             json!({
                 "event": "progress", "done_snapshots": p.done_snapshots, "total_snapshots": p.total_snapshots,

@@ -9,6 +9,7 @@
 mod boot;
 mod bounded;
 mod ext4;
+mod files;
 mod filesystem;
 mod partitions;
 mod system;
@@ -19,6 +20,7 @@ use drover_core::ReadAt;
 
 pub use boot::{MAX_BOOT_BYTES, MAX_BOOT_RANGES, boot_ranges};
 pub use bounded::{MAX_LOOK_BYTES, MAX_LOOK_READS};
+pub use files::{FileError, FoundFile, find_file};
 pub use filesystem::FileSystem;
 pub use partitions::{Partition, PartitionTable, Use};
 pub use system::{MAX_PACKAGES, Package, System};

@@ -457,19 +457,21 @@ pub struct SnapshotsArgs {
     pub of: OfVault,
 }
 
-/// Write a snapshot to a file, byte for byte as it was
+/// Write a snapshot to a file, byte for byte as it was; or a single file out of its file system
 ///
 /// A new file gets its name when it is complete. In a file that exists, only what differs is overwritten, in place: if that is interrupted, the file is
-/// damaged until the command is repeated.
+/// damaged until the command is repeated. A single file, NAME@TIME:/PATH, is read from the first ext2, ext3 or ext4 file system of the disk that has it; only its blocks are read from the vault.
+/// That needs a file system that was not in use, or whose machine was frozen (`drover snapshot --freeze`): its journal is not replayed. Otherwise mount the snapshot.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover restore web@latest web.qcow2
-  drover restore web@2026-11-20 /srv/images/web.qcow2 --yes")]
+  drover restore web@2026-11-20 /srv/images/web.qcow2 --yes
+  drover restore web@latest:/etc/fstab fstab              a single file")]
 pub struct RestoreArgs {
-    /// The snapshot: a name and a time (UTC) or the beginning of one, or latest
-    #[arg(value_name = "NAME@TIME", value_parser = reference)]
-    pub snapshot: Reference,
+    /// The snapshot: a name and a time (UTC) or the beginning of one, or latest; and the path of a file in it
+    #[arg(value_name = "NAME@TIME[:/PATH]")]
+    pub what: RestoreOf,
     /// The file to write
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub file: PathBuf,
@@ -478,6 +480,28 @@ pub struct RestoreArgs {
     pub yes: bool,
     #[command(flatten)]
     pub of: OfVault,
+}
+
+/// What is restored.
+#[derive(Debug, Clone)]
+pub struct RestoreOf {
+    /// The snapshot.
+    pub snapshot: Reference,
+    /// The absolute path of a file in it.
+    pub path: Option<String>,
+}
+
+impl std::str::FromStr for RestoreOf {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (of, path) = match text.find(":/") {
+            Some(at) => (&text[..at], Some(text[at + 1..].to_owned())),
+            None => (text, None),
+        };
+        let snapshot = reference(of)?;
+        Ok(RestoreOf { snapshot, path })
+    }
 }
 
 fn key(text: &str) -> Result<SessionId, String> {

@@ -76,6 +76,11 @@ impl Progress {
         }
     }
 
+    /// The bar alone, which counts something else.
+    pub fn bar_at(&self, done: u64, total: u64) {
+        self.bar.at(done, total);
+    }
+
     /// It has ended.
     pub fn clear(&self) {
         self.bar.clear();

@@ -2,6 +2,7 @@
 
 mod copies;
 mod encrypted;
+mod files;
 mod operations;
 mod s3;
 

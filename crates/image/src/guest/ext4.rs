@@ -39,6 +39,9 @@ const INLINE_DATA: u32 = 0x1000_0000;
 /// Features that change what is read here: compression, a journal's device, meta groups of blocks.
 const UNKNOWN_FEATURES: u32 = 0x1 | 0x8 | 0x10;
 
+/// The journal has to be replayed.
+const NEEDS_RECOVERY: u32 = 0x4;
+
 /// A file system.
 pub(super) struct Ext4 {
     at: Range<u64>,
@@ -49,6 +52,7 @@ pub(super) struct Ext4 {
     inode_size: u64,
     descriptors: u64,
     descriptor_size: u64,
+    needs_recovery: bool,
 }
 
 /// A file, a directory or a link.
@@ -115,6 +119,7 @@ impl Ext4 {
                 true => u64::from(le16(&sb, 0xfe)),
                 false => 32,
             },
+            needs_recovery: features & NEEDS_RECOVERY != 0,
             at,
         };
         let sound = fs.inodes_per_group > 0
@@ -407,6 +412,31 @@ impl Ext4 {
             }
         }
         Ok(bytes)
+    }
+
+    /// Whether its journal has what is not in its place: it is in use, or was not unmounted.
+    pub(super) fn needs_recovery(&self) -> bool {
+        self.needs_recovery
+    }
+
+    /// The content of a file: offsets in it, and ranges of the disk, in order; the rest is zero.
+    pub(super) fn pieces(
+        &self,
+        disk: &mut Bounded<'_>,
+        inode: &Inode,
+    ) -> Result<Vec<(u64, Range<u64>)>, Stop> {
+        let piece = |run: &Run| {
+            let (first, place) = (
+                run.first * self.block_size,
+                self.block_at(run.at, run.blocks)?,
+            );
+            let length = (run.blocks * self.block_size).min(inode.size.saturating_sub(first));
+            Ok((first, place..place + length))
+        };
+        self.runs(disk, inode, u64::MAX)?
+            .iter()
+            .map(piece)
+            .collect()
     }
 
     /// Where the first `max` bytes of a file are on the disk.
