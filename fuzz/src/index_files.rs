@@ -3,7 +3,7 @@
 
 use drover_core::{Digest, Head};
 use drover_index::testing::Destination;
-use drover_index::{ImageId, Matcher, MatcherConfig};
+use drover_index::{ImageId, Matcher, MatcherConfig, digests_of};
 use drover_storage::{Directory, FakeDirectory};
 
 fn config() -> MatcherConfig {
@@ -64,6 +64,16 @@ pub fn run(data: &[u8]) {
             b.truncate(at + n);
         }
     });
+    for id in 1..4 {
+        let mut last = None;
+        let all = digests_of(&storage, id, 1000, |index, _| {
+            assert!(last.is_none_or(|last| last < index));
+            last = Some(index);
+            true
+        });
+        let all = all.expect("storage does not fail").unwrap_or(0);
+        assert!(all <= 1000 && last.is_none_or(|last| last < all));
+    }
     let (mut m, _) = Matcher::open(storage.clone(), config()).expect("opens whatever it is");
     send(&mut m, &mut d, 3, 0..300);
     for image in m.images() {

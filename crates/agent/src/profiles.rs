@@ -1,6 +1,8 @@
 //! Profiles of images, here and at peers: what a machine reads from its start until it serves. Their files are those of
 //! `drover_store::profile`; here they meet the images that they are of.
 
+mod moved;
+
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +11,7 @@ use drover_core::{BLOCK_SIZE_U64, ImageName, ReadAt};
 use drover_image::VirtualDisk;
 use drover_net::service::{CallEvent, OutgoingCall};
 use drover_net::{Code, Connection, Identity, NetError};
-use drover_store::profile::{FirstRead, MAX_BYTES, Profile, Profiles, scan};
+use drover_store::profile::{Entry, FirstRead, MAX_BYTES, Profile, Profiles, scan};
 use drover_store::{Catalog, ImageRecord, Peer, SiteCatalog};
 use drover_teleport::FindProfile;
 use drover_teleport::services::{GetProfile, MAX_PIECE, PutProfile, PutProfileReply};
@@ -20,15 +22,10 @@ use crate::home::Home;
 use crate::mounts::open_disk;
 use crate::remote::Call;
 use crate::site;
-
-/// Blocks of another image's profile that are compared before the whole is.
-const SAMPLE: usize = 64;
+use moved::{MIN_SHARED, Samples, sample};
 
 /// How many other images' profiles are tried for an image that has none: those of the latest images.
 const MAX_TRIED: usize = 32;
-
-/// The share of its blocks, in percent, that another image's profile needs to be worth having.
-const MIN_SHARED: usize = 50;
 
 impl Audited for PutProfile {
     fn told(&self, reply: Option<&PutProfileReply>) -> Option<Record> {
@@ -100,7 +97,7 @@ impl<'a> OfImage<'a> {
     }
 
     /// Its profile, without the blocks that have changed. If it has none, that of another image of this home, as far as its
-    /// blocks are here in the same places.
+    /// blocks are here: in the same places, else, by the digests of the image, anywhere.
     ///
     /// # Errors
     /// When it is damaged, or cannot be compared with the image.
@@ -241,17 +238,60 @@ fn of_another(
     image: Option<&ImageRecord>,
     open: impl Fn() -> Result<VirtualDisk>,
 ) -> Result<Option<Profile>> {
-    let Some((mut profile, disk)) = closest(home, catalog, image, || {
+    let there = closest(home, catalog, image, || {
         Ok(Box::new(open()?) as Box<dyn ReadAt>)
-    })?
-    else {
-        return Ok(None);
+    })?;
+    let profile = match (there, image) {
+        (Some((mut profile, disk)), _) => {
+            profile.prune(&*disk).context("cannot read the image")?;
+            Some(profile)
+        }
+        (None, Some(image)) => moved_from_another(home, catalog, image, open)?,
+        (None, None) => None,
     };
-    profile.prune(&*disk).context("cannot read the image")?;
-    if let Some(image) = image {
-        profile.set_image(image.digest);
+    Ok(profile.map(|mut profile| {
+        if let Some(image) = image {
+            profile.set_image(image.digest);
+        }
+        profile
+    }))
+}
+
+/// The profile of another image of which this one has the most blocks anywhere, if it has enough of them.
+fn moved_from_another(
+    home: &Home,
+    catalog: &SiteCatalog,
+    image: &ImageRecord,
+    open: impl Fn() -> Result<VirtualDisk>,
+) -> Result<Option<Profile>> {
+    let shelf = of(home);
+    let (mut samples, mut ids) = (Samples::default(), Vec::new());
+    for other in others(home, catalog, Some(image))? {
+        if let Some(theirs) = shelf.load(other.id).ok().flatten() {
+            samples.add(&theirs);
+            ids.push(other.id);
+        }
     }
-    Ok(Some(profile))
+    if ids.is_empty() {
+        return Ok(None);
+    }
+    let load = |number: usize| Ok(shelf.load(ids[number])?);
+    samples.find(home, image, &open()?, load)
+}
+
+/// The other images that have profiles, the latest first.
+fn others(
+    home: &Home,
+    catalog: &SiteCatalog,
+    image: Option<&ImageRecord>,
+) -> Result<impl Iterator<Item = ImageRecord> + use<>> {
+    let shelf = of(home);
+    let mut others = catalog.images()?;
+    others.retain(|other| {
+        image.is_none_or(|image| image.id != other.id) && shelf.path(other.id).exists()
+    });
+    others.sort_by_key(|other| std::cmp::Reverse(other.added_unix));
+    Ok(others.into_iter().take(MAX_TRIED))
 }
 
 /// The profile of another image of which a disk has the most blocks in the same places, if it has enough of a sample; and that disk.
@@ -262,14 +302,9 @@ fn closest<'a, D: Deref<Target = dyn ReadAt + 'a>>(
     open: impl Fn() -> Result<D>,
 ) -> Result<Option<(Profile, D)>> {
     let shelf = of(home);
-    let mut others = catalog.images()?;
-    others.retain(|other| {
-        image.is_none_or(|image| image.id != other.id) && shelf.path(other.id).exists()
-    });
-    others.sort_by_key(|other| std::cmp::Reverse(other.added_unix));
     let mut disk = None;
     let mut best: Option<(usize, Profile)> = None;
-    for other in others.into_iter().take(MAX_TRIED) {
+    for other in others(home, catalog, image)? {
         // A damaged one is of no use, and is told of when its own image is asked for it.
         let Some(theirs) = shelf.load(other.id).ok().flatten() else {
             continue;
@@ -307,13 +342,10 @@ pub fn by_content(home: &Home) -> FindProfile {
 
 /// The share of a sample of a profile's blocks that a disk has in the same places, in percent.
 fn shared(profile: &Profile, disk: &dyn ReadAt) -> std::io::Result<usize> {
-    let entries = profile.entries();
-    let step = entries.len().div_ceil(SAMPLE).max(1);
-    let sample = Vec::from_iter(entries.iter().step_by(step));
+    let sample = sample(profile);
     let blocks = Vec::from_iter(sample.iter().map(|entry| entry.block));
     let here = drover_store::profile::digests_at(disk, &blocks)?;
-    let same =
-        |entry: &&&drover_store::profile::Entry| here.get(&entry.block) == Some(&entry.digest);
+    let same = |entry: &&&Entry| here.get(&entry.block) == Some(&entry.digest);
     Ok(sample.iter().filter(same).count() * 100 / sample.len().max(1))
 }
 

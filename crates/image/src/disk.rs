@@ -3,6 +3,9 @@
 mod chain;
 mod medium;
 mod parts;
+mod stored;
+
+pub use stored::Stored;
 
 use std::io;
 use std::ops::Range;

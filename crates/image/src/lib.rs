@@ -48,7 +48,7 @@ mod vhd;
 mod vhdx;
 mod vmdk;
 
-pub use disk::{Extents, VirtualDisk};
+pub use disk::{Extents, Stored, VirtualDisk};
 pub use error::ImageError;
 pub use file::{ImageFile, Stamp};
 pub use follow::{Known, Trust};

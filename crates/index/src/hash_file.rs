@@ -10,6 +10,12 @@ use drover_storage::{Access, Directory, File, open_if_exists, remove_if_exists};
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
 
+mod all;
+#[cfg(test)]
+mod tests;
+
+pub use all::digests_of;
+
 /// A sync that can be run later, without holding the matcher's lock.
 pub type DeferredSync = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
@@ -399,6 +405,3 @@ fn record_crc(no: u64, body: &[u8]) -> u32 {
 pub(crate) fn open(storage: &dyn Directory, name: &str) -> io::Result<Option<Arc<dyn File>>> {
     Ok(open_if_exists(storage, name, Access::Write)?.map(Arc::from))
 }
-
-#[cfg(test)]
-mod tests;

@@ -45,7 +45,7 @@ mod zero;
 
 pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_digest};
 pub use error::{IndexError, Result};
-pub use hash_file::DeferredSync;
+pub use hash_file::{DeferredSync, digests_of};
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{
     AnchorPolicy, CacheStats, Cursor, Finishing, ImageId, ImageInfo, Layout, MAX_FREED, Matcher,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use crate::mount::client::Client;
-use crate::mount::{Mounts, clear_all, text};
+use crate::mount::{Mounts, clear_all, has, text, tool};
 use crate::world::{Ran, World, until};
 
 const BLOCK: usize = 4096;
@@ -210,8 +210,34 @@ fn a_profile_follows_the_content_of_images() {
     moved[300 * BLOCK..][..template.len() * 3 / 4]
         .copy_from_slice(&template[..template.len() * 3 / 4]);
     home.index("moved.raw", &moved);
-    home.run(&["profile", "moved.raw"])
-        .fails(3, &["no profile"]);
+    let there = Vec::from_iter(read.iter().map(|b| b + 300));
+    assert_eq!(home.profile("moved.raw").0, there);
+    // Also in another container, with holes, and if some of it is gone.
+    if has("moved qcow2", &["qemu-img"]) {
+        let mut holes = moved.clone();
+        holes[..200 * BLOCK].fill(0);
+        holes[1500 * BLOCK..1700 * BLOCK].fill(0);
+        there[..30]
+            .iter()
+            .for_each(|block| changed(&mut holes, *block));
+        fs::write(home.path("holes.raw"), &holes).unwrap();
+        let [raw, qcow2] = ["holes.raw", "moved.qcow2"].map(|name| home.path(name));
+        let convert = [
+            "convert",
+            "-f",
+            "raw",
+            "-O",
+            "qcow2",
+            text(&raw),
+            text(&qcow2),
+        ];
+        tool("qemu-img", &convert);
+        home.run(&["rm", "moved.raw", "--yes"]).ok();
+        home.run(&["index", text(&qcow2)]).ok();
+        assert_eq!(home.profile("moved.qcow2").0, there[30..]);
+        home.index("moved.raw", &moved);
+    }
+    // One of a file is looked for in all of the image.
     let imported = home
         .run(&["profile", "import", "moved.raw", "t.profile"])
         .ok()
@@ -220,10 +246,16 @@ fn a_profile_follows_the_content_of_images() {
         imported.contains("a profile of 400.0 KiB, 1 boot"),
         "{imported}"
     );
-    assert_eq!(
-        home.profile("moved.raw").0,
-        Vec::from_iter(read.iter().map(|b| b + 300))
-    );
+    assert_eq!(home.profile("moved.raw").0, there);
+    // What has less than half of it gets none.
+    let mut less = disk(7, 1024);
+    for block in &read[..40] {
+        let at = *block as usize * BLOCK;
+        let to = (*block as usize + 7) * BLOCK;
+        less[to..to + BLOCK].copy_from_slice(&template[at..at + BLOCK]);
+    }
+    home.index("less.raw", &less);
+    home.run(&["profile", "less.raw"]).fails(3, &["no profile"]);
     home.run(&["profile", "import", "other.raw", "t.profile"])
         .fails(1, &["other.raw has none of its 100 blocks", "another disk"]);
     // What has changed in an image is removed, and comes back when it is read again.

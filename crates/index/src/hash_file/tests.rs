@@ -55,6 +55,14 @@ proptest! {
         file.finish().unwrap();
         check(&mut file, n);
         let mut again = HashFile::open(&storage, 7).unwrap().expect("complete");
+        let mut all = Vec::new();
+        let counted = digests_of(&storage, 7, n, |index, short| {
+            let full = digest(index).0;
+            all.push(index);
+            short[..] == full[..Digest::SHORT_LEN]
+        });
+        prop_assert_eq!(counted.unwrap(), Some(n));
+        prop_assert!(all.into_iter().eq(0..n));
         prop_assert_eq!(again.header(), Header { image: 7, serial: 3, blocks: n, complete: true });
         check(&mut again, n);
     }
@@ -98,6 +106,37 @@ fn a_damaged_byte_anywhere_is_noticed() {
         storage.edit(name, |b| *b = whole);
     }
     check(&mut HashFile::open(&storage, 1).unwrap().unwrap(), 800);
+}
+
+#[test]
+fn all_digests_are_those_of_sound_pages_and_only_of_a_complete_file() {
+    let storage = FakeDirectory::default();
+    let seen = |limit: u64| {
+        let mut seen = Vec::new();
+        let all = digests_of(&storage, 7, limit, |index, _| {
+            seen.push(index);
+            true
+        });
+        (all.unwrap(), seen)
+    };
+    assert_eq!(seen(u64::MAX), (None, vec![]));
+    let mut file = HashFile::create(&storage, 7, 3).unwrap();
+    let n = 2 * PER_PAGE as u64 + 5;
+    let all: Vec<u64> = (0..n).collect();
+    let digests: Vec<Digest> = all.iter().copied().map(digest).collect();
+    let heads: Vec<Head> = all.iter().copied().map(head).collect();
+    file.append(&digests, &heads);
+    file.flush().unwrap();
+    assert_eq!(seen(u64::MAX), (None, vec![]));
+    file.finish().unwrap();
+    assert_eq!(seen(n), (Some(n), all.clone()));
+    assert_eq!(seen(n - 1), (None, vec![]));
+    let (hash, _) = names(7);
+    storage.edit(&hash, |bytes| bytes[PAGE_BYTES + 17] ^= 1);
+    let sound = |index: &u64| index / PER_PAGE as u64 != 1;
+    assert_eq!(seen(n), (Some(n), all.into_iter().filter(sound).collect()));
+    storage.edit(&hash, |bytes| bytes.truncate(PAGE_BYTES));
+    assert_eq!(seen(n), (None, vec![]));
 }
 
 #[test]

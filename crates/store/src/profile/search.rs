@@ -51,6 +51,12 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// Whether a block of this content is of use.
+    #[must_use]
+    pub fn wants(&self, digest: &ShortDigest) -> bool {
+        self.wanted.contains_key(digest)
+    }
+
     /// Shows it a block of the other disk.
     pub fn see(&mut self, block: u64, digest: &ShortDigest) {
         let Some(wanted) = self.wanted.get_mut(digest) else {
