@@ -401,7 +401,7 @@ impl World {
                 source::Action::End(digest) => s.to_destination.push_back(Event::End(digest)),
                 source::Action::Skip(_) => unreachable!("it is not told what to skip"),
                 source::Action::Give(want) => {
-                    s.to_be_given(want.waited, want.runs.blocks());
+                    s.note_to_give(want.waited, want.runs.blocks());
                     s.gives.give(&want);
                 }
                 source::Action::GiveQueued(want) => {

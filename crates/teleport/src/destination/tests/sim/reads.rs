@@ -61,7 +61,7 @@ impl World {
 
 impl Session {
     /// The source is to send these blocks ahead. What a machine waits for goes on being that.
-    pub(super) fn to_be_given(&mut self, waited: bool, blocks: impl Iterator<Item = u64>) {
+    pub(super) fn note_to_give(&mut self, waited: bool, blocks: impl Iterator<Item = u64>) {
         for block in blocks {
             *self.to_give.entry(block).or_default() |= waited;
         }
@@ -76,7 +76,7 @@ impl Session {
                 }
             }
         }
-        self.to_be_given(want.waited, back.iter().copied());
+        self.note_to_give(want.waited, back.iter().copied());
         self.gives.hurry(want, back.into_iter().collect());
     }
 }
