@@ -72,11 +72,8 @@ impl Uses {
 
     /// Adds consecutive blocks.
     pub fn insert_run(&mut self, machine: &Machine, id: ContainerId, local: u16, blocks: u32) {
-        let used = self
-            .containers
-            .entry(id)
-            .or_insert_with(|| (machine.clone(), LocalIds::default()));
-        (0..blocks as u16).for_each(|n| used.1.insert(local + n));
+        let used = self.of(machine, id);
+        (0..blocks as u16).for_each(|n| used.insert(local + n));
     }
 
     /// The bytes that are stored.
