@@ -20,8 +20,8 @@ use crate::whole::Whole;
 
 /// Most places of the table: 64 MiB.
 const MAX_PLACES: usize = 1 << 26;
-/// Fewest.
-const MIN_PLACES: usize = 1 << 16;
+/// Fewest: 4 MiB.
+const MIN_PLACES: usize = 1 << 22;
 /// Most blocks that are popular, of which their digests' prefixes are kept in memory: 64 GiB of data.
 const MAX_POPULAR: usize = 1 << 24;
 

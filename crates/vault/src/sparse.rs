@@ -27,8 +27,8 @@ pub const HOOK_BYTES: usize = size_of::<u64>();
 pub const SAMPLING: u64 = 64;
 /// Most lists that are loaded for one window.
 pub const MAX_CHAMPIONS: usize = 16;
-/// Lists that are kept; 280 KiB each, with the table of their blocks.
-pub const MAX_LISTS: usize = 32;
+/// Lists that are kept; 220 KiB each, with the table of their blocks, which is just full then.
+pub const MAX_LISTS: usize = 56;
 /// Most containers that are looked up for one hook: a block that is everywhere says little.
 const MAX_PER_HOOK: usize = 64;
 

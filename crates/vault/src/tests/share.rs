@@ -87,29 +87,35 @@ fn popular_blocks_are_stored_for_all_and_kept_for_a_while() {
         })
         .collect();
     assert!(made.iter().all(|made| made.record.new_bytes == 900 * 4096));
-    // 300 + 2 * 100 + 4 * 500 different ones: 12 % are room for 300.
+    // 300 + 2 * 100 + 4 * 500 different ones, but for those in one place of the table: 12 % are room for nearly 300.
     let done = vault.popularize(12, &mut |_| {}).unwrap();
-    assert_eq!((done.machines, done.different_blocks), (4, 2500));
-    assert_eq!((done.added_blocks, done.least_machines), (300, 4));
+    assert!((2490..=2500).contains(&done.different_blocks), "{done:?}");
+    assert_eq!((done.machines, done.least_machines), (4, 4));
+    let added = done.added_blocks;
+    assert!((298..=300).contains(&added), "{done:?}");
     let again = vault.popularize(12, &mut |_| {}).unwrap();
-    assert_eq!((again.known_blocks, again.added_blocks), (300, 0));
+    assert_eq!((again.known_blocks, again.added_blocks), (added, 0));
     // Not garbage, though nothing uses it yet.
     let collected = vault.collect(Duration::ZERO, &mut |_| {}).unwrap();
     assert_eq!((collected.removed, collected.compacted), (0, 0));
     let stats = vault.stats().unwrap();
-    assert_eq!((stats.popular_bytes, stats.garbage_bytes), (300 * 4096, 0));
+    assert_eq!(
+        (stats.popular_bytes, stats.garbage_bytes),
+        (added * 4096, 0)
+    );
 
     let new = backup(&setting, &vault, "m9", &blocks(9), 500);
-    assert_eq!(new.record.new_bytes, 600 * 4096);
+    assert_eq!(new.record.new_bytes, (900 - added) * 4096);
     let both: BTreeSet<String> = ["@popular".to_owned(), "m9".to_owned()].into();
     assert_eq!(owners(&vault, &new.id), both);
     assert!(restored(&vault, &new.id, setting.dir.path()).unwrap() == disk(&blocks(9)));
     // More of them are added, and nothing is moved.
     let before: Vec<String> = objects.keys();
     let more = vault.popularize(100, &mut |_| {}).unwrap();
-    assert_eq!(
-        (more.known_blocks, more.added_blocks, more.least_machines),
-        (300, 200, 2)
+    assert_eq!((more.known_blocks, more.least_machines), (added, 2));
+    assert!(
+        (490 - added..=500 - added).contains(&more.added_blocks),
+        "{more:?}"
     );
     let after = objects.keys();
     assert!(before.iter().all(|key| after.contains(key)));

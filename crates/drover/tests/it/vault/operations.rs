@@ -99,7 +99,7 @@ fn timers_are_written_shown_and_removed() {
     let run = |args: &[&str]| world.run("h", args);
     world.image("web 100%.img", 1, 100);
     world.image("db.img", 2, 100);
-    run(&["vault", "schedule", "db.img"]).fails(3, &["has no vault"]);
+    run(&["vault", "schedule", "db.img"]).fails(1, &["does not exist"]);
     run(&["vault", "init", "store"]).ok();
     let schedule = [
         "vault",
