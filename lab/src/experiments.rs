@@ -24,6 +24,7 @@ mod resume;
 mod shows;
 mod similar;
 mod throughput;
+mod vault;
 
 use crate::bench::Experiment;
 
@@ -46,6 +47,7 @@ pub const ALL: &[Experiment] = &[
     regions::EXPERIMENT,
     frontends::EXPERIMENT,
     region::EXPERIMENT,
+    vault::EXPERIMENT,
     link::EXPERIMENT,
 ];
 
@@ -78,6 +80,10 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
     (
         "regions",
         "less than 1 GiB, links other than 100 Mbit/s, 100 MB/s written; a machine that does nothing else; memory that compresses",
+    ),
+    (
+        "vault",
+        "anything: the experiment is new; more versions of a machine than the library has; an object store",
     ),
 ];
 
