@@ -26,7 +26,7 @@ use crate::cli::{
 };
 use crate::failure::usage;
 use crate::{out, prompt};
-pub use common::{Progress, machine_of, open};
+pub use common::{Progress, open};
 
 /// A check without --full reads one container in so many.
 const SAMPLE: u32 = 16;

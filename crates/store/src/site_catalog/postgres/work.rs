@@ -5,7 +5,6 @@ use std::time::Duration;
 use rusqlite::types::Value;
 
 use super::nodes::{ServerTable, must_be_in, number, rows_of, text, word};
-use super::open::Open;
 use crate::catalog_error::Result;
 use crate::nodes::{
     JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_UNITS, TakenUnit, Unit, UnitInfo, UnitState,
