@@ -76,7 +76,7 @@ impl Doing {
 
     /// Looks whether anything was sent since the last time.
     fn look(&mut self) {
-        let sent = self.units.iter().map(|unit| unit.wire.sent()).sum();
+        let sent: u64 = self.units.iter().map(|unit| unit.wire.sent()).sum();
         let has_begun = |unit: &Arc<Unit>| unit.said().started.is_some();
         self.idle = self.units.iter().all(has_begun) && sent < self.sent + IDLE_BYTES;
         self.sent = sent;
