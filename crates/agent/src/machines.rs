@@ -4,7 +4,7 @@
 
 use drover_core::ImageName;
 use drover_migrate::protocol::Kind;
-use drover_net::{Code, Refusal, request};
+use drover_net::{Code, PeerKey, Refusal, request};
 use drover_store::ImageRecord;
 use drover_store::lease::MountId;
 use drover_store::machine::{MachineRecord, Machines, Move, Owner};
@@ -164,6 +164,36 @@ pub(crate) fn forget_move(disks: &Machines, name: &ImageName) -> Result<bool, Re
     }
     disks.remove(name).map_err(|e| failed(&e))?;
     Ok(true)
+}
+
+/// What was handed over to a peer, which may have it: only that peer knows. One that is lost for good is forgotten after a person has
+/// ended those moves. A record that cannot be read hides no other.
+///
+/// # Errors
+/// With the way out, which names one of them; when the site's directory cannot be read.
+pub fn check_not_handed_over(home: &Home, peer: &str, key: &PeerKey) -> Result<()> {
+    let of = |records: &Machines| -> Result<Option<ImageName>> {
+        let mut names = records.names()?.into_iter();
+        Ok(names.find(|name| {
+            let record = records.load(name).ok().flatten();
+            let under_way = record.and_then(|record| record.under_way);
+            matches!(under_way, Some(Move::Committed(_, to)) if to.key == key.0)
+        }))
+    };
+    let held = |text: String| Error::Refused(Refusal::new(Code::Held, text));
+    if let Some(name) = of(&home.machines())? {
+        return Err(held(format!(
+            "the machine {name} was handed over to {peer}, and only {peer} knows whether it has it: migrate it to {peer} again to find out, or, if {peer} is lost for good, `drover migrate --break {name}`"
+        )));
+    }
+    for domain in home.all_domains()? {
+        if let Some(name) = of(&domain.disks())? {
+            return Err(held(format!(
+                "the disk {name} was handed over to {peer}, and only {peer} knows whether it has it: `drover move {name} {peer}` finds out, or, if {peer} is lost for good, `drover mounts break {name}`"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// A machine, as reported to users.

@@ -1,5 +1,6 @@
 //! `migrate`: moves a running machine to a peer and shows the progress.
 
+mod broken;
 mod ended;
 mod evacuate;
 mod generations;
@@ -65,6 +66,9 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
     }
     if let Some(name) = &args.abort {
         return abort(home, name, args.json).await;
+    }
+    if let Some(name) = &args.broken {
+        return broken::break_move(home, name, args.yes, args.json).await;
     }
     if let Some(name) = &args.start {
         return start_script::start(home, name, args.dry_run).await;
@@ -338,34 +342,22 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
     if let Some(Move::Committed(_, to)) = records.load(name)?.and_then(|known| known.under_way) {
         let to = clean(&to.name);
         return Err(failure::refused(format!(
-            "{name} is handed over to {to}, which may run it: migrate it to {to} again to find out"
+            "{name} is handed over to {to}, which may run it: migrate it to {to} again to find out, or, if {to} is lost for good, `drover migrate --break {name}`"
         )));
     }
-    if let Some(process) = records.mover(name)? {
-        let process = rustix::process::Pid::from_raw(process).context("no such process")?;
-        rustix::process::kill_process(process, rustix::process::Signal::INT)
-            .with_context(|| format!("cannot stop process {process:?}, which moves {name}"))?;
-        let gone = async {
-            while records.mover(name)?.is_some() {
-                tokio::time::sleep(ABORT_POLL).await;
-            }
-            std::io::Result::Ok(())
-        };
-        let Ok(gone) = tokio::time::timeout(ABORT_LIMIT, gone).await else {
-            let known = machines::list(home)?.into_iter();
-            if known
-                .filter(|machine| machine.name == name.as_str())
-                .any(|machine| machine.state == "leaving")
-            {
-                bail!(
-                    "{name} is still being given up: its disks here are written; see `drover migrate --list`"
-                );
-            }
+    if !stop_mover(&records, name).await? {
+        let known = machines::list(home)?.into_iter();
+        if known
+            .filter(|machine| machine.name == name.as_str())
+            .any(|machine| machine.state == "leaving")
+        {
             bail!(
-                "{name} is being handed over, and can no longer be stopped; see `drover migrate --list`"
+                "{name} is still being given up: its disks here are written; see `drover migrate --list`"
             );
-        };
-        gone?;
+        }
+        bail!(
+            "{name} is being handed over, and can no longer be stopped; see `drover migrate --list`"
+        );
     }
     let known = machines::list(home)?
         .into_iter()
@@ -389,17 +381,7 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
             _ => "is here, and has to be started by hand",
         };
     } else if matches!(known.state, "leaving" | "committed") {
-        let machine = match known.hypervisor.as_deref().map(str::parse) {
-            Some(Ok(hypervisor)) => {
-                let place = place(home, &hypervisor)?;
-                Hypervisor::connect(&place).await.map(Some)
-            }
-            _ => Ok(None),
-        };
-        let machine = match machine {
-            Err(HypervisorError::Connect { .. } | HypervisorError::NoMachine { .. }) => None,
-            machine => machine?,
-        };
+        let machine = if_there(home, known.hypervisor.as_deref()).await?;
         drover_migrate::give_up(machine, &records, name, &work(home, name))
             .await
             .map_err(|e| failed(e, ""))?;
@@ -414,6 +396,37 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
         return out::json(&serde_json::json!({"event": "aborted", "machine": name.as_str()}));
     }
     out::line(&format!("{name}: {said}"))
+}
+
+/// Stops the process that moves a machine, if there is one; whether it has ended within its time.
+async fn stop_mover(records: &Machines, name: &ImageName) -> Result<bool> {
+    let Some(process) = records.mover(name)? else {
+        return Ok(true);
+    };
+    let process = rustix::process::Pid::from_raw(process).context("no such process")?;
+    rustix::process::kill_process(process, rustix::process::Signal::INT)
+        .with_context(|| format!("cannot stop process {process:?}, which moves {name}"))?;
+    let gone = async {
+        while records.mover(name)?.is_some() {
+            tokio::time::sleep(ABORT_POLL).await;
+        }
+        std::io::Result::Ok(())
+    };
+    match tokio::time::timeout(ABORT_LIMIT, gone).await {
+        Ok(gone) => Ok(gone.map(|()| true)?),
+        Err(_) => Ok(false),
+    }
+}
+
+/// The hypervisor that a record names, unless it has ended.
+async fn if_there(home: &Home, recorded: Option<&str>) -> Result<Option<Hypervisor>> {
+    let Some(Ok(hypervisor)) = recorded.map(str::parse) else {
+        return Ok(None);
+    };
+    match Hypervisor::connect(&place(home, &hypervisor)?).await {
+        Err(HypervisorError::Connect { .. } | HypervisorError::NoMachine { .. }) => Ok(None),
+        machine => Ok(Some(machine?)),
+    }
 }
 
 /// Has the site give up a move to it, or does it in its place.

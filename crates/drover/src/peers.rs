@@ -3,6 +3,7 @@
 use anyhow::{Result, bail};
 use drover_agent::audit::{Event, Record, grant_text};
 use drover_agent::home::{CleanUp, Home};
+use drover_agent::machines::check_not_handed_over;
 use drover_agent::pairing;
 use drover_agent::site;
 use drover_agent::site::find_peer;
@@ -89,6 +90,7 @@ fn forget(home: &Home, name: &str, yes: bool, json: bool) -> Result<()> {
     let mut room = CleanUp::of(home);
     let catalog = room.run(|| site::open_catalog(home))?;
     let peer = find_peer(&catalog, name)?;
+    check_not_handed_over(home, name, &peer.key)?;
     prompt::confirm(
         &format!("Stop trusting {name} (key {})?", peer.key.short()),
         yes,

@@ -39,9 +39,9 @@ pub use hooks::{Commands, Hooks};
 pub use movable::{Movable, track};
 pub use source::moving::{estimate_device, move_device};
 pub use source::{
-    DiskGenerations, Expected, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent,
-    MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, estimate, give_up, left_files,
-    left_mounts, migrate,
+    Broken, DiskGenerations, Expected, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent,
+    MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, break_move, estimate, give_up,
+    left_files, left_mounts, migrate,
 };
 
 #[cfg(test)]

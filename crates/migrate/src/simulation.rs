@@ -1,5 +1,6 @@
 //! Hand-overs between two simulated sites whose processes, hypervisors and link die at any step. Whatever happens, never
-//! may both run the machine, and once all is well again exactly one does, with all of it.
+//! may both run the machine, and once all is well again exactly one does, with all of it. If the destination is lost for good, a
+//! person breaks a move that is committed, and the source has the machine.
 
 use std::collections::VecDeque;
 
@@ -57,6 +58,10 @@ struct World {
     source: Source,
     destination: Destination,
     linked: bool,
+    /// The destination will never be back.
+    lost: bool,
+    /// A person has ended a move for that.
+    broken: bool,
     there: VecDeque<Message>,
     back: VecDeque<Message>,
     tokens: u8,
@@ -85,6 +90,8 @@ impl World {
                 runs: false,
             },
             linked: false,
+            lost: false,
+            broken: false,
             there: VecDeque::new(),
             back: VecDeque::new(),
             tokens: 0,
@@ -180,10 +187,39 @@ impl World {
         }
     }
 
+    /// What the destination has recorded, unless that is lost.
+    fn there(&self) -> Option<&MachineRecord> {
+        self.destination.disk.as_ref().filter(|_| !self.lost)
+    }
+
     /// Whether the destination has taken the machine, and not all of it.
     fn lacks(&self) -> bool {
-        let there = self.destination.disk.as_ref();
-        there.is_some_and(MachineRecord::is_partial)
+        self.there().is_some_and(MachineRecord::is_partial)
+    }
+
+    fn lose_destination(&mut self) {
+        self.trace.push("destination: lost for good".into());
+        self.cut();
+        self.lost = true;
+        self.destination.process = None;
+        (self.destination.has_all, self.destination.runs) = (false, false);
+    }
+
+    /// A person breaks a committed move, as `source::broken` does it; that process may die, too.
+    fn break_move(&mut self) {
+        let Some(Move::Committed(token, _)) = self.source.disk.under_way else {
+            return;
+        };
+        // The command that moves it is stopped first.
+        self.crash_source();
+        self.trace.push("source: broken".into());
+        self.source.disk = self.source.disk.thaw(token).unwrap();
+        self.broken = true;
+        if self.rng.u8(0..200) >= self.crashes {
+            assert!(self.source.disk.may_run());
+            self.source.runs = true;
+            self.source.disk = self.source.disk.stay(token).unwrap();
+        }
     }
 
     fn reply(&mut self, message: Message) {
@@ -217,7 +253,7 @@ impl World {
 
     fn start_destination(&mut self) {
         let mut actions = Vec::new();
-        let Some(machine) = &self.destination.disk else {
+        let Some(machine) = self.there() else {
             return;
         };
         self.destination.process = Leecher::restart(machine, &mut actions);
@@ -228,7 +264,7 @@ impl World {
     }
 
     fn connect(&mut self) {
-        let Some(process) = &self.source.process else {
+        let Some(process) = self.source.process.as_ref().filter(|_| !self.lost) else {
             return;
         };
         self.linked = true;
@@ -332,7 +368,7 @@ impl World {
     }
 
     fn fault(&mut self) {
-        match self.rng.u8(0..7) {
+        match self.rng.u8(0..8) {
             0 => self.cut(),
             1 => self.crash_source(),
             2 => self.crash_destination(),
@@ -347,13 +383,10 @@ impl World {
                 (self.destination.has_all, self.destination.runs) = (false, false);
                 self.destination.process = None;
                 self.start_destination();
-                let own = self
-                    .destination
-                    .disk
-                    .as_ref()
-                    .is_some_and(MachineRecord::may_run);
-                self.destination.runs = own;
+                self.destination.runs = self.there().is_some_and(MachineRecord::may_run);
             }
+            7 if self.lost => self.break_move(),
+            7 if self.rng.u8(0..4) == 0 => self.lose_destination(),
             6 if self.source.process.is_none() => self.start_source(),
             _ => {}
         }
@@ -375,11 +408,7 @@ impl World {
 
     fn check(&self, seed: u64) {
         let trace = || self.trace.join("\n");
-        let there = self
-            .destination
-            .disk
-            .as_ref()
-            .is_some_and(MachineRecord::may_run);
+        let there = self.there().is_some_and(MachineRecord::may_run);
         assert!(
             !(self.source.disk.may_run() && there),
             "seed {seed}: two owners\n{}",
@@ -402,10 +431,15 @@ impl World {
         self.crashes = 0;
         for _ in 0..4000 {
             self.step();
+            if self.lost {
+                self.break_move();
+                // What is not committed is given up without the destination.
+                self.seeder(seeder::Event::Abort("a person".into()));
+            }
             if self.source.process.is_none() && self.source.disk.under_way.is_some() {
                 self.start_source();
             }
-            let coming = self.destination.disk.as_ref();
+            let coming = self.there();
             let coming = coming.is_some_and(|machine| machine.under_way.is_some());
             if self.source.process.is_none() && !coming {
                 return true;
@@ -433,7 +467,7 @@ fn run(seed: u64) -> World {
 
 #[test]
 fn never_two_and_at_last_exactly_one() {
-    let (mut moved, mut stayed) = (0, 0);
+    let (mut moved, mut stayed, mut broken) = (0, 0, 0);
     for seed in 0..40_000 {
         let mut world = run(seed);
         let trace = |world: &World| world.trace.join("\n");
@@ -444,12 +478,14 @@ fn never_two_and_at_last_exactly_one() {
         assert!(healed, "seed {seed}: it does not end\n{}", trace(&world));
         world.check(seed);
         assert_ne!(world.source.ended, Some(End::Unknown), "seed {seed}");
-        let there = world
-            .destination
-            .disk
-            .as_ref()
-            .is_some_and(MachineRecord::may_run);
+        let there = world.there().is_some_and(MachineRecord::may_run);
         let here = world.source.disk.may_run();
+        if world.lost && world.source.disk.owner != Owner::Here {
+            // It had moved, and is lost with the site.
+            assert!(!world.source.runs, "seed {seed}");
+            continue;
+        }
+        broken += usize::from(world.broken);
         assert!(
             !world.lacks(),
             "seed {seed}: not all of it\n{}",
@@ -470,8 +506,8 @@ fn never_two_and_at_last_exactly_one() {
         }
     }
     assert!(
-        moved > 4000 && stayed > 4000,
-        "{moved} moved, {stayed} stayed"
+        moved > 4000 && stayed > 4000 && broken > 400,
+        "{moved} moved, {stayed} stayed, {broken} broken"
     );
 }
 

@@ -1,6 +1,7 @@
 //! Moves a running machine to another site: copies its disks and its memory, and drives the seeder.
 
 mod aim;
+mod broken;
 mod copy;
 mod describe;
 mod device;
@@ -31,11 +32,12 @@ use drover_net::{
     Backoff, Code, ConnectOptions, FrameReader, FrameWriter, NetError, Refusal, connect_any,
 };
 use drover_store::machine::{
-    Decision, MachineLock, MachineRecord, Machines, Move, Other, Owner, Seed, Token,
+    Decision, MachineLock, MachineRecord, Machines, Other, Owner, Seed, Token,
 };
 use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
+pub use self::broken::{Broken, break_move, give_up};
 use self::device::Device;
 use self::disks::Disks;
 use self::expected::{Estimated, round_trip};
@@ -207,54 +209,6 @@ fn destination(options: &MoveOptions) -> Other {
     Other {
         key: options.send.peer.0,
         name: options.send.peer_name.clone(),
-    }
-}
-
-/// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
-/// that is to come is refused for good.
-///
-/// # Errors
-/// When there is no such move, a process works on it, or it is committed: then only the other site can tell.
-pub async fn give_up(
-    hypervisor: Option<Hypervisor>,
-    machines: &Machines,
-    name: &ImageName,
-    work: &Path,
-) -> Result<(), MigrateError> {
-    let _lock = lock(machines, name)?;
-    let known = machines.load(name)?;
-    match known.as_ref().and_then(|known| known.under_way.clone()) {
-        Some(Move::Leaving(token, _)) => {
-            if let Some(hypervisor) = &hypervisor {
-                restore(hypervisor, &Disks::default(), None, work).await?;
-            }
-            if let Some(stays) = known.and_then(|known| known.stay(token)) {
-                machines.store(name, &stays)?;
-            }
-            Ok(())
-        }
-        // Its memory is lost: a person boots it from its disks.
-        Some(Move::Taken(token, _)) => {
-            if let Some(started) = known.and_then(|known| known.started(token)) {
-                machines.store(name, &started)?;
-            }
-            Ok(())
-        }
-        Some(Move::Coming(token, ..)) => {
-            if let Some(refused) = known.and_then(|known| known.refuse(token)) {
-                machines.store(name, &refused)?;
-            }
-            Ok(())
-        }
-        Some(Move::Committed(_, to)) => Err(Refusal::new(
-            Code::Held,
-            format!(
-                "{name} is handed over to {0}, which may run it: migrate it to {0} again to find out",
-                to.name
-            ),
-        )
-        .into()),
-        _ => Err(Refusal::new(Code::NotFound, format!("{name} is not leaving this site")).into()),
     }
 }
 
@@ -687,14 +641,26 @@ impl Driver<'_> {
                             code: self.refused,
                         })
                     }
-                    End::Unknown => Err(MigrateError::Unsupported(format!(
-                        "{} and this site do not agree about where {} runs: look at both",
-                        self.options.send.peer_name, self.options.machine
-                    ))),
+                    End::Unknown => Err(self.disagree()),
                 }));
             }
         }
         Ok(None)
+    }
+
+    /// What a person is told when only they can find out where it runs.
+    fn disagree(&self) -> MigrateError {
+        let (peer, machine) = (&self.options.send.peer_name, &self.options.machine);
+        let way = match self.device {
+            Some(_) => format!("drover mounts break {machine}"),
+            None if self.seeder.record().is_committed() => {
+                format!("drover migrate --break {machine}")
+            }
+            None => format!("drover migrate --abort {machine}"),
+        };
+        MigrateError::Unsupported(format!(
+            "{peer} and this site do not agree about where {machine} runs: look at both; if {peer} does not have it, `{way}`"
+        ))
     }
 
     /// Opens the conversation, or uses the open one; the leecher's first answer.

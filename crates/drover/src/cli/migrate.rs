@@ -31,6 +31,7 @@ Examples:
   drover migrate --list
   drover migrate --list --all               those that have ended, with their pauses
   drover migrate --abort web
+  drover migrate --break web                lyon is lost for good, and may have had it
 
 In config.toml at lyon:
   [machines.web]
@@ -42,10 +43,10 @@ or, for a machine that is defined and off in libvirt there:
   libvirt = \"qemu:///system\"")]
 pub struct MigrateArgs {
     /// The machine: qmp: and the QMP socket of its QEMU, or libvirt: and its name
-    #[arg(value_name = "MACHINE", value_hint = ValueHint::FilePath, required_unless_present_any = ["list", "abort", "start"])]
+    #[arg(value_name = "MACHINE", value_hint = ValueHint::FilePath, required_unless_present_any = ["list", "abort", "broken", "start"])]
     pub machine: Option<Hypervisor>,
     /// Name of the peer
-    #[arg(required_unless_present_any = ["list", "abort", "start", "start_script"])]
+    #[arg(required_unless_present_any = ["list", "abort", "broken", "start", "start_script"])]
     pub peer: Option<String>,
     /// Name of the machine at the peer [default: its name here: in config.toml, else that of QEMU's -name, else that of the socket]
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
@@ -125,6 +126,15 @@ pub struct MigrateArgs {
     /// Give up the migration of a machine, which keeps running here; at the peer: reject one that is coming
     #[arg(long, value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer"])]
     pub abort: Option<ImageName>,
+    /// Let a machine run here that was handed over to a peer which is lost for good
+    ///
+    /// Only that peer knows whether it took the machine: it must not run there, now or later, or there are two. What still was
+    /// to follow is here. If its QEMU here has ended, boot the machine from its disks.
+    #[arg(long = "break", value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer", "list", "abort", "start", "start_script", "dry_run"])]
+    pub broken: Option<ImageName>,
+    /// With --break: do not ask for confirmation
+    #[arg(short, long, requires = "broken")]
+    pub yes: bool,
     /// Print one JSON object per line: progress events, then the result
     #[arg(long)]
     pub json: bool,

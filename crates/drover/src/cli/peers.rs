@@ -176,7 +176,8 @@ Examples:
     },
     /// Stop trusting a peer, until it pairs again
     ///
-    /// Its connections, mounts and leases end at once.
+    /// Its connections, mounts and leases end at once. A peer to which a machine or a disk was handed over, and that has not said
+    /// whether it has it, is not forgotten; `drover peers set lyon --can none` takes its rights.
     #[command(after_help = "\
 Examples:
   drover peers forget lyon

@@ -10,7 +10,9 @@ use drover_agent::remote::Call;
 use drover_agent::text::{bytes, clean};
 use drover_core::ImageName;
 use drover_migrate::{MigrateError, MoveReport};
+use drover_net::PeerKey;
 use drover_store::Peer;
+use drover_store::machine::Other;
 
 use crate::out;
 
@@ -44,6 +46,14 @@ pub async fn failed(home: &Home, machine: &ImageName, peer: &Peer, error: &Migra
     }
 }
 
+/// A person has ended its move: it stays.
+pub async fn broken(home: &Home, machine: &ImageName, to: &Other) {
+    let record = Record::new(Event::MachineStayed)
+        .detail("its move was broken: the peer, which may have taken it, is lost for good")
+        .about(&to.name, PeerKey(to.key));
+    tell_of(home, machine, record, None).await;
+}
+
 async fn tell(
     home: &Home,
     machine: &ImageName,
@@ -51,7 +61,11 @@ async fn tell(
     record: Record,
     moved: Option<Migration>,
 ) {
-    let record = record.about(&peer.name, peer.key).machine(machine);
+    tell_of(home, machine, record.about(&peer.name, peer.key), moved).await;
+}
+
+async fn tell_of(home: &Home, machine: &ImageName, record: Record, moved: Option<Migration>) {
+    let record = record.machine(machine);
     home.audit().write(record);
     let counted = async {
         match Call::local(home).await? {

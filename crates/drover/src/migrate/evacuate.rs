@@ -271,6 +271,8 @@ fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
         all: false,
         start_script: false,
         abort: None,
+        broken: None,
+        yes: false,
         json: args.json,
     }
 }

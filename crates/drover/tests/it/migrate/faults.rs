@@ -174,6 +174,61 @@ async fn the_same_command_goes_on_after_the_commitment() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_person_breaks_a_move_to_a_site_that_is_lost() {
+    let Some(mut sites) = Sites::new("a_person_breaks_a_move_to_a_site_that_is_lost") else {
+        return;
+    };
+    let crash = [("DROVER_TEST_CRASH", "asked to take")];
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 20).await;
+    sites
+        .world
+        .run("near", &["migrate", "--break", "web", "--yes"])
+        .fails(3, &["no machine called web"]);
+    sites.restart_with("far", &crash);
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    moving.until("event", "reconnecting");
+    sites.site("far").wait();
+    assert_eq!(sites.state("near"), "committed");
+    let last = here.said("beat").unwrap();
+    let near = |args: &[&str]| sites.world.run("near", args);
+    near(&["migrate", "--abort", "web"]).fails(3, &["migrate --break web"]);
+    near(&["peers", "forget", "far", "--yes"]).fails(3, &["web was handed over", "--break web"]);
+    near(&["migrate", "--break", "web"]).fails(2, &["--yes"]);
+    assert_eq!(sites.state("near"), "committed");
+    // It also ends the command that asks for the decision.
+    let broken = near(&["migrate", "--break", "web", "--yes"]).ok().out;
+    assert_eq!(broken, "web: runs here\n");
+    assert_ne!(wait(&mut moving.process), Some(0));
+    here.wait_said("beat", last + 5).await;
+    stays(&sites, &mut here).await;
+    near(&["migrate", "--break", "web", "--yes"]).fails(3, &["nothing to break"]);
+
+    // The site is back after all: it has not taken the machine, which can move there as before.
+    sites.serve_again("far", &crash);
+    assert_eq!(there.said("beat"), None);
+    there.kill();
+    let _there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    moving.until("event", "reconnecting");
+    sites.site("far").wait();
+    moving.kill();
+    here.kill();
+    let near = |args: &[&str]| sites.world.run("near", args).ok();
+    let broken = near(&["migrate", "--break", "web", "--yes", "--json"]).json();
+    assert_eq!(
+        (&broken[0]["event"], &broken[0]["runs"]),
+        (&"broken".into(), &false.into())
+    );
+    assert_eq!(sites.state("near"), "here");
+    let told = near(&["audit", "--json"]).json();
+    let last = told.iter().rfind(|event| event["machine"] == "web");
+    assert_eq!(last.unwrap()["event"], "machine-stayed");
+    near(&["peers", "forget", "far", "--yes"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_person_at_the_destination_gives_up_a_machine_that_does_not_come() {
     let test = "a_person_at_the_destination_gives_up_a_machine_that_does_not_come";
     let Some(mut sites) = Sites::new(test) else {

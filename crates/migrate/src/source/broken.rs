@@ -1,0 +1,189 @@
+//! A person ends a move that nobody works on any more: gives it up, or, if its destination is lost for good, breaks it.
+
+use std::path::Path;
+
+use drover_core::ImageName;
+use drover_hypervisor::Hypervisor;
+use drover_hypervisor::libvirt::DomainState;
+use drover_hypervisor::machine::RunState;
+use drover_net::{Code, Refusal, decode};
+use drover_store::machine::{MachineRecord, Machines, Move};
+
+use super::disks::Disks;
+use super::left::{FORMAT, LeftDisks};
+use super::{lock, restore};
+use crate::error::MigrateError;
+
+/// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
+/// that is to come is refused for good.
+///
+/// # Errors
+/// When there is no such move, a process works on it, or it is committed: then only the other site can tell.
+pub async fn give_up(
+    hypervisor: Option<Hypervisor>,
+    machines: &Machines,
+    name: &ImageName,
+    work: &Path,
+) -> Result<(), MigrateError> {
+    let _lock = lock(machines, name)?;
+    let known = machines.load(name)?;
+    match known.as_ref().and_then(|known| known.under_way.clone()) {
+        Some(Move::Leaving(token, _)) => {
+            if let Some(hypervisor) = &hypervisor {
+                restore(hypervisor, &Disks::default(), None, work).await?;
+            }
+            if let Some(stays) = known.and_then(|known| known.stay(token)) {
+                machines.store(name, &stays)?;
+            }
+            Ok(())
+        }
+        // Its memory is lost: a person boots it from its disks.
+        Some(Move::Taken(token, _)) => {
+            if let Some(started) = known.and_then(|known| known.started(token)) {
+                machines.store(name, &started)?;
+            }
+            Ok(())
+        }
+        Some(Move::Coming(token, ..)) => {
+            if let Some(refused) = known.and_then(|known| known.refuse(token)) {
+                machines.store(name, &refused)?;
+            }
+            Ok(())
+        }
+        Some(Move::Committed(_, to)) => Err(Refusal::new(
+            Code::Held,
+            format!(
+                "{name} is handed over to {0}, which may run it: migrate it to {0} again to find out, or, if {0} is lost for good, `drover migrate --break {name}`",
+                to.name
+            ),
+        )
+        .into()),
+        _ => Err(Refusal::new(Code::NotFound, format!("{name} is not leaving this site")).into()),
+    }
+}
+
+/// What has become of a machine whose move was broken.
+#[derive(Debug)]
+pub struct Broken {
+    /// Whether it runs here: else it has to be booted from its disks.
+    pub runs: bool,
+    /// Disks that are mounts of other sites' images: their write leases may be the destination's.
+    pub mounts: Vec<String>,
+}
+
+/// Ends a committed move, which nobody works on any more, in favour of this site, and lets the machine run on if its hypervisor has
+/// not ended. Only a person knows that the destination, which may have taken the machine, is lost for good. `known` is the record that
+/// this person was told of.
+///
+/// # Errors
+/// When the move is not committed any more, or its record cannot be written: then all is as it was. When the hypervisor does not let the
+/// machine run: then the move can be given up ([`give_up`]).
+pub async fn break_move(
+    hypervisor: Option<Hypervisor>,
+    machines: &Machines,
+    name: &ImageName,
+    known: &MachineRecord,
+    work: &Path,
+) -> Result<Broken, MigrateError> {
+    let held = |text: String| MigrateError::from(Refusal::new(Code::Held, text));
+    let _lock = lock(machines, name)?;
+    let now = machines.load(name)?;
+    let Some(Move::Committed(token, _)) = known.under_way else {
+        return Err(held(format!("{name} was not handed over")));
+    };
+    let Some(thawed) = now
+        .filter(|now| now == known)
+        .and_then(|now| now.thaw(token))
+    else {
+        let text = format!("the migration of {name} went on meanwhile");
+        return Err(held(format!("{text}; see `drover migrate --list`")));
+    };
+    // Before it runs: its disks refuse what it writes as long as the record says that it was handed over.
+    machines.store(name, &thawed)?;
+    let rest = machines.directory().join(format!(".{name}.rest"));
+    let mounts = mounts(&rest);
+    let mut runs = false;
+    if let Some(hypervisor) = &hypervisor {
+        restore(hypervisor, &Disks::default(), None, work).await?;
+        runs = match hypervisor {
+            Hypervisor::Qemu(machine) => machine.status().await? == RunState::Running,
+            Hypervisor::Libvirt(domain) => domain.state().await? == DomainState::Running,
+        };
+    }
+    if let Some(stays) = thawed.stay(token) {
+        machines.store(name, &stays)?;
+    }
+    for kind in ["rest", "files"] {
+        // A stale one is ignored by its token.
+        let _ = std::fs::remove_file(machines.directory().join(format!(".{name}.{kind}")));
+    }
+    Ok(Broken { runs, mounts })
+}
+
+/// The mounts whose leases were to be handed over. What cannot be read says nothing.
+fn mounts(rest: &Path) -> Vec<String> {
+    let read = || {
+        let bytes = FORMAT.read(rest).ok()??;
+        decode::<LeftDisks>(FORMAT.open(&bytes).ok()?).ok()
+    };
+    let known = read().map(|known| known.mounts).unwrap_or_default();
+    known.iter().map(ToString::to_string).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_store::machine::{Other, Seed, Token};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_the_commitment_that_a_person_was_told_of_is_broken() {
+        let directory = tempfile::tempdir().unwrap();
+        let machines = Machines::new(directory.path().join("machines"));
+        let work = directory.path().join("work");
+        let name = ImageName::new("web").unwrap();
+        let far = Other {
+            key: [1; 32],
+            name: "far".into(),
+        };
+        let here = MachineRecord::new(Seed([3; 16]), Vec::new());
+        let committed = |n: u8| {
+            let token = Token([n; 16]);
+            here.leave(token, far.clone())
+                .unwrap()
+                .commit(token)
+                .unwrap()
+        };
+        let store = |record: &MachineRecord| machines.store(&name, record).unwrap();
+        let load = || machines.load(&name).unwrap().unwrap();
+        let known = committed(1);
+        let gone = known.gone(Token([1; 16])).unwrap();
+        for now in [&committed(2), &gone, &here] {
+            store(now);
+            let broken = break_move(None, &machines, &name, &known, &work).await;
+            let said = broken.unwrap_err().to_string();
+            assert!(said.contains("went on meanwhile"), "{said}");
+            assert_eq!(&load(), now);
+        }
+        store(&known);
+        let rest = machines.directory().join(".web.rest");
+        std::fs::write(&rest, "torn").unwrap();
+        {
+            let _moves = lock(&machines, &name).unwrap();
+            let broken = break_move(None, &machines, &name, &known, &work).await;
+            assert!(
+                broken
+                    .unwrap_err()
+                    .to_string()
+                    .contains("being migrated by")
+            );
+            assert_eq!(load(), known);
+        }
+        let broken = break_move(None, &machines, &name, &known, &work).await;
+        assert!(!broken.unwrap().runs);
+        assert_eq!(load(), here);
+        assert!(!rest.exists());
+        let again = break_move(None, &machines, &name, &here, &work).await;
+        assert!(again.unwrap_err().to_string().contains("not handed over"));
+    }
+}
