@@ -1,5 +1,7 @@
 //! The hypervisor's stream, carried over an authenticated connection in both directions, and compressed where that pays.
 
+mod window;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -13,6 +15,8 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::error::MigrateError;
 use crate::protocol::{MAX_FRAME, MAX_MEMORY, MemoryHead, kind};
+pub use window::{HYPERVISOR_BUFFER, behind_at};
+use window::{Taken, Window};
 
 /// Pieces between the socket, the thread that packs or unpacks, and the connection.
 const QUEUE: usize = 4;
@@ -27,6 +31,14 @@ pub struct Carried {
     pub stream: AtomicU64,
     /// The same, as sent.
     pub packed: AtomicU64,
+    /// What of it the link has not taken.
+    pub window: Window,
+}
+
+/// What came from the local socket at once, and then the frame that it became.
+struct Piece {
+    bytes: Vec<u8>,
+    taken: Taken,
 }
 
 /// Bytes of a piece that passes a [`Gate`] that is not open.
@@ -114,77 +126,93 @@ async fn outward(
 ) -> Result<(), MigrateError> {
     let (pieces, queue) = mpsc::channel(QUEUE);
     let (frames, mut packed) = mpsc::channel(QUEUE);
-    tokio::task::spawn_blocking(move || pack(queue, &frames, pace, &sent));
+    let counted = Arc::clone(&sent);
+    tokio::task::spawn_blocking(move || pack(queue, &frames, pace, &counted));
     let write = async {
+        let mut unflushed = Vec::new();
         while let Some(frame) = packed.recv().await {
-            let frame: Vec<u8> = frame;
-            writer.send(kind::MEMORY, &frame).await?;
+            let frame: Piece = frame;
+            writer.send(kind::MEMORY, &frame.bytes).await?;
+            unflushed.push(frame.taken);
             if packed.is_empty() {
                 writer.flush().await?;
+                for taken in unflushed.drain(..) {
+                    sent.window.passed(&taken);
+                }
             }
         }
         writer.send(kind::MEMORY_END, &[]).await?;
         Ok(writer.flush().await?)
     };
-    tokio::try_join!(read(from, pieces, gate), write)?;
+    tokio::try_join!(read(from, pieces, gate, &sent.window), write)?;
     Ok(())
 }
 
-/// Reads the socket to its end, in pieces as large as what is there.
+/// Reads the socket to its end, in pieces as large as what is there and may wait here.
 async fn read(
     mut from: OwnedReadHalf,
-    pieces: mpsc::Sender<Vec<u8>>,
+    pieces: mpsc::Sender<Piece>,
     gate: &Gate,
+    window: &Window,
 ) -> Result<(), MigrateError> {
     loop {
-        let mut piece = vec![0; gate.pass().await];
-        let mut length = from.read(&mut piece).await.map_err(MigrateError::Stream)?;
+        let admitted = gate.pass().await;
+        let (room, blocked) = window.room().await;
+        let mut bytes = vec![0; admitted.min(room)];
+        let mut length = from.read(&mut bytes).await.map_err(MigrateError::Stream)?;
         if length == 0 {
             return Ok(());
         }
-        while length < piece.len() {
-            match from.try_read(&mut piece[length..]) {
+        while length < bytes.len() {
+            match from.try_read(&mut bytes[length..]) {
                 // At its end, or empty: the next turn tells.
                 Ok(0) | Err(_) => break,
                 Ok(n) => length += n,
             }
         }
-        piece.truncate(length);
-        if pieces.send(piece).await.is_err() {
+        bytes.truncate(length);
+        let taken = window.take(length, blocked);
+        if pieces.send(Piece { bytes, taken }).await.is_err() {
             return Ok(());
         }
     }
 }
 
 fn pack(
-    mut pieces: mpsc::Receiver<Vec<u8>>,
-    frames: &mpsc::Sender<Vec<u8>>,
+    mut pieces: mpsc::Receiver<Piece>,
+    frames: &mpsc::Sender<Piece>,
     mut pace: Pace,
     sent: &Carried,
 ) {
     let mut packer = Packer::new(WINDOW_LOG);
     let mut free = Instant::now();
-    while let Some(piece) = pieces.blocking_recv() {
+    while let Some(Piece { bytes, taken }) = pieces.blocking_recv() {
         let start = Instant::now();
-        let mut packed = Vec::with_capacity(piece.len() / 2 + 64);
-        let Ok(packing) = packer.pack(&piece, pace.effort(), &mut packed) else {
+        let mut packed = Vec::with_capacity(bytes.len() / 2 + 64);
+        let Ok(packing) = packer.pack(&bytes, pace.effort(), &mut packed) else {
             // Without memory for it; the connection ends, which is reported.
             return;
         };
-        let length = u32::try_from(piece.len()).unwrap_or(u32::MAX);
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         let mut frame = encode(&MemoryHead { length, packing });
         frame.extend_from_slice(&packed);
         let busy = start.elapsed();
-        sent.stream.fetch_add(piece.len() as u64, Ordering::Relaxed);
+        sent.stream.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         sent.packed.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        // It had nothing to do since the link had not taken what was before.
+        let (idle, blocked) = (start - free, taken.blocked);
+        let frame = Piece {
+            bytes: frame,
+            taken,
+        };
         if frames.blocking_send(frame).is_err() {
             return;
         }
         let passed = Passed {
-            idle: start - free,
+            idle: idle.saturating_sub(blocked),
             pack: busy,
-            waited: start.elapsed() - busy,
-            bytes: piece.len(),
+            waited: start.elapsed() - busy + idle.min(blocked),
+            bytes: length as usize,
             packed: packed.len(),
             ..Passed::default()
         };
@@ -300,11 +328,13 @@ mod tests {
         for (seed, effort) in efforts.into_iter().enumerate() {
             let stream = stream(seed as u64, 3 << 20);
             let (pieces, queue) = mpsc::channel(64);
+            let window = Window::default();
             let mut rng = fastrand::Rng::with_seed(seed as u64);
             let mut left = &stream[..];
             while !left.is_empty() {
                 let (piece, rest) = left.split_at(rng.usize(1..=MAX_MEMORY).min(left.len()));
-                pieces.blocking_send(piece.to_vec()).unwrap();
+                let (bytes, taken) = (piece.to_vec(), window.take(piece.len(), Duration::ZERO));
+                pieces.blocking_send(Piece { bytes, taken }).unwrap();
                 left = rest;
             }
             drop(pieces);
@@ -317,8 +347,8 @@ mod tests {
             assert_eq!(is_smaller, effort != Effort::None);
             let (frames, queue) = mpsc::channel(64);
             let (pieces, mut unpacked) = mpsc::channel(64);
-            while let Some(payload) = packed.blocking_recv() {
-                let payload = payload.into();
+            while let Some(Piece { bytes, .. }) = packed.blocking_recv() {
+                let payload = bytes.into();
                 let kind = kind::MEMORY;
                 frames.blocking_send(Frame { kind, payload }).unwrap();
             }
@@ -331,6 +361,50 @@ mod tests {
             }
             assert!(found == stream);
         }
+    }
+
+    /// Noise that is sent all the time over a limited link: all of it arrives, and at no time much of it is behind the sender's back.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn little_waits_for_a_slow_link() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let connection = |io| drover_net::Connection::from_unix(io, "far").split();
+        let ((reader, mut writer), (mut far_reader, far_writer)) =
+            (connection(here), connection(there));
+        let limit = Arc::new(drover_net::RateLimit::new(2 << 20));
+        writer.set_rate(Some(limit));
+        let (mut hypervisor, ours) = UnixStream::pair().unwrap();
+        let sent = Arc::new(Carried::default());
+        let open = Arc::new(Gate::new(false));
+        let pace = Pace::fixed(Effort::Lz4);
+        let carried = tokio::spawn(carry(ours, reader, writer, pace, sent.clone(), open));
+        let mut noise = vec![0; 3 << 20];
+        fastrand::Rng::with_seed(7).fill(&mut noise);
+        let (mut behind, mut most) = (Duration::ZERO, 0);
+        let writes = async {
+            for (n, piece) in noise.chunks(16 << 10).enumerate() {
+                hypervisor.write_all(piece).await.unwrap();
+                if n > 96 {
+                    most = most.max(sent.window.held());
+                    behind = behind.max(sent.window.behind());
+                }
+            }
+            hypervisor
+        };
+        let reads = async {
+            far_reader.set_max_frame(MAX_FRAME);
+            let mut bytes = 0;
+            while bytes < noise.len() {
+                let frame = far_reader.next().await.unwrap().unwrap();
+                let (head, _) = postcard::take_from_bytes::<MemoryHead>(&frame.payload).unwrap();
+                bytes += head.length as usize;
+            }
+        };
+        let (hypervisor, ()) = tokio::join!(writes, reads);
+        // A second's worth was here before there was a window.
+        assert!(most <= 128 << 10, "{most}");
+        assert!(behind > Duration::from_millis(20), "{behind:?}");
+        drop((hypervisor, far_writer));
+        carried.abort();
     }
 
     #[test]

@@ -49,6 +49,7 @@ pub use self::report::{
     OnMove, Pause, PostCopy, Step,
 };
 use crate::error::MigrateError;
+use crate::memory::Carried;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::seeder::{Action, End, Event, Seeder};
 use crate::talk::{Asker, Talk};
@@ -175,6 +176,7 @@ async fn drive(
         rest: None,
         lost_leases: None,
         rate: 0.0,
+        memory: Arc::default(),
         _lock: lock,
     };
     if !driver.was_committed {
@@ -398,6 +400,8 @@ struct Driver<'a> {
     lost_leases: Option<String>,
     /// Bytes of disks per second in the last round that tells, or 0.
     rate: f64,
+    /// What is carried of its memory.
+    memory: Arc<Carried>,
     /// What is wrong with the machine where it is now.
     trouble: Option<String>,
     _lock: MachineLock,

@@ -20,6 +20,7 @@ mod generations;
 mod libvirt;
 mod links;
 mod mounted;
+mod pauses;
 mod postcopy;
 mod replicas;
 mod several_disks;

@@ -12,7 +12,7 @@
 //                         video, edits a text, and a browser keeps what it has seen
 //
 // Parameters on the kernel's command line: pace=MS between records, dirty=MIB of memory that change with each (a byte of
-// each page, which is what it was before), both=1 to write each record to the second disk, too, after the first.
+// each page, which is what it was before), noise=MIB of memory that does not compress and stays as it is, both=1 to write each record to the second disk, too, after the first.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -206,6 +206,9 @@ int main(void) {
   if (line) fgets(text, sizeof text, line);
   unsigned long pace = parameter(text, "pace="), dirty = parameter(text, "dirty=") << 20;
   uint8_t age = 0, *memory = dirty ? calloc(1, dirty) : NULL;
+  unsigned long noise = parameter(text, "noise=") << 17;
+  uint64_t *words = noise ? malloc(noise * 8) : NULL;
+  for (unsigned long i = 0; i < noise; i++) words[i] = mixed(i + 1);
 
   for (int tries = 0; (disk = open("/dev/vda", O_RDWR | O_DIRECT | O_DSYNC | O_CLOEXEC)) < 0; tries++) {
     if (tries == 500) fail("/dev/vda");

@@ -103,6 +103,15 @@ impl Launch {
         self
     }
 
+    /// With so much of the guest's memory that does not compress, and does not change.
+    #[must_use]
+    pub fn noise(mut self, mib: u32) -> Self {
+        if let Some(line) = self.arguments.last_mut() {
+            *line += &format!(" noise={mib}");
+        }
+        self
+    }
+
     /// Waiting for a migration, paused.
     #[must_use]
     pub fn incoming(self) -> Self {

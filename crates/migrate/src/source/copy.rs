@@ -10,10 +10,11 @@ use drover_hypervisor::machine::{
 use drover_hypervisor::qmp::Events;
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_teleport::Pace;
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
-use super::aim::{Aim, DEFAULT_PAUSE, Seen};
+use super::aim::{Aim, DEFAULT_PAUSE, Seen, for_hypervisor};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
@@ -192,6 +193,7 @@ impl Driver<'_> {
         self.prepare_leases().await?;
         self.step(Step::Memory);
         let memory = Arc::new(Carried::default());
+        self.memory = Arc::clone(&memory);
         if proof.is_pending() && self.disks.memory_bytes <= memory::BUFFERED_MEMORY {
             // None of it could be sent before.
             self.prove(proof).await?;
@@ -355,6 +357,9 @@ impl Driver<'_> {
         let pace = self.pace(opening.elapsed());
         let (ours, theirs) = UnixStream::pair().map_err(MigrateError::Stream)?;
         let theirs = theirs.into_std().map_err(MigrateError::Stream)?;
+        // What it has written there it takes for sent.
+        set_socket_send_buffer_size(&theirs, memory::HYPERVISOR_BUFFER)
+            .map_err(|e| MigrateError::Stream(e.into()))?;
         machine.pass_descriptor(STREAM, theirs).await?;
         let (sent, gate) = (sent.clone(), gate.clone());
         let carry = memory::carry(ours, reader, writer, pace, sent, gate);
@@ -446,7 +451,7 @@ impl Waiting {
     ) -> Result<(), MigrateError> {
         driver.prepare_leases().await?;
         let aim = self.aim.insert(Aim::new(driver.longest_pause()));
-        give_pause(machine, aim).await
+        give_pause(machine, aim, &driver.memory).await
     }
 
     /// Waits for some time; whether the hypervisor has paused the machine.
@@ -475,7 +480,7 @@ impl Waiting {
                 remaining: ram.remaining,
             };
             if aim.note(seen) {
-                give_pause(machine, aim).await?;
+                give_pause(machine, aim, &driver.memory).await?;
             }
         }
         if let Some(ram) = last {
@@ -491,9 +496,10 @@ impl Waiting {
     }
 }
 
-async fn give_pause(machine: &Machine, aim: &Aim) -> Result<(), MigrateError> {
+async fn give_pause(machine: &Machine, aim: &Aim, memory: &Carried) -> Result<(), MigrateError> {
+    let pause = for_hypervisor(aim.pause(), memory.window.behind());
     let parameters = MigrationParameters {
-        downtime_limit: Some(aim.pause().as_millis() as u64),
+        downtime_limit: Some((pause.as_millis() as u64).max(1)),
         ..MigrationParameters::default()
     };
     Ok(machine.set_parameters(&parameters).await?)

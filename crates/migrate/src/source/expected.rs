@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use drover_net::{Code, ConnectOptions, NetError, connect_any, service};
 use drover_teleport::progress::SendEvent;
 
-use super::aim::{DEFAULT_PAUSE, FIRST};
+use super::aim::{DEFAULT_PAUSE, FIRST, for_hypervisor};
 use super::report::{Expected, MoveEvent, MoveOptions, OnMove};
 use crate::error::MigrateError;
+use crate::memory::behind_at;
 use crate::protocol::DescribeMachine;
 
 /// How often the round trip is measured: the shortest counts.
@@ -47,8 +48,11 @@ impl Estimated {
     ) -> Expected {
         let image_bytes = self.0.load(Ordering::Relaxed);
         let longest = options.max_pause.unwrap_or(DEFAULT_PAUSE);
-        let pause = FIRST.min(longest) + SWITCH + round_trip * PAUSE_ROUND_TRIPS;
         let limit = options.send.limit.as_ref();
+        let behind = limit.map_or(Duration::ZERO, |limit| behind_at(limit.bytes_per_second()));
+        let memory = for_hypervisor(FIRST.min(longest), behind).saturating_add(behind);
+        let rest = SWITCH + round_trip * PAUSE_ROUND_TRIPS;
+        let pause = memory.saturating_add(rest);
         Expected {
             image_wire_bytes: image_bytes,
             round_trip_ms: round_trip.as_secs_f64() * 1000.0,
