@@ -29,7 +29,8 @@ use drover_hypervisor::machine::{Machine, RunState, Yank};
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
 use drover_net::{
-    Backoff, Code, ConnectOptions, FrameReader, FrameWriter, NetError, Refusal, connect_any,
+    Backoff, Code, ConnectOptions, FrameReader, FrameWriter, NetError, Refusal, WireCounters,
+    connect_any,
 };
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Other, Owner, Seed, Token,
@@ -52,7 +53,7 @@ use crate::error::MigrateError;
 use crate::memory::Carried;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::seeder::{Action, End, Event, Seeder};
-use crate::talk::{Asker, Talk};
+use crate::talk::{Asker, Liveness, Talk};
 
 /// How long a migration that is cancelled may take to end by itself.
 const CANCEL_LIMIT: Duration = Duration::from_secs(5);
@@ -164,6 +165,7 @@ async fn drive(
         seeder,
         asker: None,
         lost: Arc::default(),
+        liveness: Arc::default(),
         report: MoveReport::default(),
         performing: None,
         paused: None,
@@ -350,14 +352,24 @@ async fn call<R: Request<Reply = ()>>(
     send: &SendOptions,
     request: &R,
 ) -> Result<(FrameReader, FrameWriter), MigrateError> {
+    let (reader, writer, _) = call_on_wire(send, request).await?;
+    Ok((reader, writer))
+}
+
+/// The same, with what counts its bytes.
+async fn call_on_wire<R: Request<Reply = ()>>(
+    send: &SendOptions,
+    request: &R,
+) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>), MigrateError> {
     let options = ConnectOptions::named(&send.peer_name);
     let connection = connect_any(&send.addresses, &send.identity, &send.peer, &options).await?;
+    let wire = connection.wire();
     let (mut reader, mut writer) = connection.split();
     writer.set_rate(send.limit.clone());
     service::open(&mut writer, request).await?;
     writer.flush().await?;
     service::read_reply::<R>(&mut reader).await?;
-    Ok((reader, writer))
+    Ok((reader, writer, wire))
 }
 
 fn pauses() -> Backoff {
@@ -379,6 +391,8 @@ struct Driver<'a> {
     asker: Option<Asker>,
     /// Notified when its connection breaks.
     lost: Arc<Notify>,
+    /// Whether its other end lives.
+    liveness: Arc<Liveness>,
     report: MoveReport,
     /// The migration that libvirt performs.
     performing: Option<domain::Performing>,
@@ -684,12 +698,13 @@ impl Driver<'_> {
             mounted: self.disks.mounted.clone(),
         };
         self.asker = None;
-        let (reader, mut writer) = self.call(&offer).await?;
+        let (reader, mut writer, wire) = call_on_wire(&self.options.send, &offer).await?;
         // What is said must not wait for what is sent: silence is taken for a lost link.
         writer.set_rate(None);
         let mut talk = Talk::new(reader, writer);
         let answer = talk.hear(kind::ANSWER).await?;
         self.lost = Arc::default();
+        self.liveness = Arc::new(Liveness::of(wire, self.paused.is_some()));
         self.asker = Some(Asker::new(talk, self.lost.clone()));
         Ok(answer)
     }
@@ -703,9 +718,10 @@ impl Driver<'_> {
     }
 
     async fn ask(&self, ask: Ask) -> Result<Answer, MigrateError> {
-        match &self.asker {
-            Some(asker) => asker.ask(ask).await,
-            None => Err(MigrateError::Lost),
+        let asker = self.asker.as_ref().ok_or(MigrateError::Lost)?;
+        tokio::select! {
+            answer = asker.ask(ask) => answer,
+            () = self.liveness.lost() => Err(MigrateError::Lost),
         }
     }
 
@@ -716,6 +732,12 @@ impl Driver<'_> {
             Decision::Open if answer.why.is_empty() => Ok(()),
             _ => Err(Refusal::new(Code::Failed, answer.why).into()),
         }
+    }
+
+    /// The machine is paused since then, or runs.
+    fn set_paused(&mut self, since: Option<Instant>) {
+        self.paused = since;
+        self.liveness.set_paused(since.is_some());
     }
 
     /// The hypervisor, without which nothing can be copied.
@@ -729,7 +751,7 @@ impl Driver<'_> {
         self.forget_rest();
         if let Some(device) = &mut self.device {
             self.trouble = device.stay(self.was_committed).await;
-            self.paused = None;
+            self.set_paused(None);
         }
         if let Some(hypervisor) = &self.hypervisor {
             let performing = self.performing.take();
@@ -746,7 +768,7 @@ impl Driver<'_> {
                         }
                     }),
                 };
-            self.paused = None;
+            self.set_paused(None);
         }
     }
 }

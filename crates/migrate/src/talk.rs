@@ -1,8 +1,10 @@
 //! Questions and answers over a connection that may be idle for long.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use drover_net::{FrameReader, FrameWriter, NetError, decode, encode};
+use drover_net::{FrameReader, FrameWriter, NetError, WireCounters, decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -11,6 +13,50 @@ use tokio::task::JoinHandle;
 
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, KEEP_ALIVE, kind};
+
+/// How often an end that has nothing to say, or is doing what it was asked, shows that it lives.
+const PING_EVERY: Duration = Duration::from_secs(1);
+
+/// How long nothing may come from the other end while a machine is paused for it. Otherwise [`KEEP_ALIVE`] says that.
+const SILENT: Duration = Duration::from_secs(5);
+
+/// How often that is looked at. An end that stands still itself counts for one of these.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// Whether the other end lives, by what comes over its connection.
+#[derive(Debug, Default)]
+pub struct Liveness {
+    wire: Arc<WireCounters>,
+    paused: AtomicBool,
+}
+
+impl Liveness {
+    /// That of the end of a connection.
+    #[must_use]
+    pub fn of(wire: Arc<WireCounters>, paused: bool) -> Self {
+        let paused = AtomicBool::new(paused);
+        Self { wire, paused }
+    }
+
+    /// Whether somebody is paused, and waits for it.
+    pub fn set_paused(&self, paused: bool) {
+        self.paused.store(paused, Ordering::Relaxed);
+    }
+
+    /// Returns when nothing has come for [`SILENT`] while somebody waits for it. Cancel safe.
+    pub async fn lost(&self) {
+        let (mut seen, mut silent) = (self.wire.received(), Duration::ZERO);
+        while silent < SILENT {
+            tokio::time::sleep(LOOK_EVERY).await;
+            let now = self.wire.received();
+            if now == seen && self.paused.load(Ordering::Relaxed) {
+                silent += LOOK_EVERY;
+            } else {
+                (seen, silent) = (now, Duration::ZERO);
+            }
+        }
+    }
+}
 
 /// One end of the conversation.
 pub struct Talk {
@@ -35,6 +81,18 @@ impl Talk {
         Ok(self.writer.flush().await?)
     }
 
+    /// Waits for what the other end has asked for, and shows it meanwhile that this one lives.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn meanwhile<T>(&mut self, work: impl Future<Output = T>) -> Result<T, MigrateError> {
+        tokio::select! {
+            biased;
+            done = work => Ok(done),
+            broken = self.writer.ping_when_idle(PING_EVERY) => Err(broken.into()),
+        }
+    }
+
     /// What the other end says next. Cancel safe.
     ///
     /// # Errors
@@ -43,7 +101,7 @@ impl Talk {
         let frame = tokio::select! {
             biased;
             frame = self.reader.next() => frame?,
-            broken = self.writer.ping_when_idle(KEEP_ALIVE.ping_every) => return Err(broken.into()),
+            broken = self.writer.ping_when_idle(PING_EVERY) => return Err(broken.into()),
         };
         match frame {
             Some(frame) if frame.kind == kind => Ok(decode(&frame.payload)?),
@@ -119,5 +177,65 @@ async fn ask_all(mut talk: Talk, mut queue: mpsc::Receiver<Question>) -> Result<
         if broken {
             return Err(MigrateError::Lost);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_net::Connection;
+    use drover_store::machine::Decision;
+
+    use super::*;
+
+    /// Both ends, and what shows whether the second one lives.
+    fn pair() -> (Talk, Talk, Liveness) {
+        let (here, there) = Connection::pair().unwrap();
+        let liveness = Liveness::of(here.wire(), false);
+        let talk = |connection: Connection| {
+            let (reader, writer) = connection.split();
+            Talk::new(reader, writer)
+        };
+        (talk(here), talk(there), liveness)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_is_silent_counts_as_lost_only_while_somebody_is_paused() {
+        let (_here, _there, liveness) = pair();
+        let lost = liveness.lost();
+        tokio::pin!(lost);
+        let minute = Duration::from_secs(60);
+        assert!(tokio::time::timeout(minute, &mut lost).await.is_err());
+        liveness.set_paused(true);
+        let soon = SILENT + 2 * LOOK_EVERY;
+        assert!(tokio::time::timeout(SILENT / 2, &mut lost).await.is_err());
+        assert!(tokio::time::timeout(soon, &mut lost).await.is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_works_long_lives() {
+        let (mut here, mut there, liveness) = pair();
+        liveness.set_paused(true);
+        let works = async {
+            let ask: Ask = there.hear(kind::ASK).await.unwrap();
+            assert_eq!(ask, Ask::Arrived);
+            there
+                .meanwhile(tokio::time::sleep(SILENT + 4 * LOOK_EVERY))
+                .await
+                .unwrap();
+            let answer = Answer {
+                decision: Decision::Open,
+                why: String::new(),
+            };
+            there.say(kind::ANSWER, &answer).await.unwrap();
+        };
+        let asks = async {
+            here.say(kind::ASK, &Ask::Arrived).await.unwrap();
+            tokio::select! {
+                answer = here.hear::<Answer>(kind::ANSWER) => answer.unwrap(),
+                () = liveness.lost() => panic!("it works, and says so"),
+            }
+        };
+        let (answer, ()) = tokio::join!(asks, works);
+        assert_eq!(answer.decision, Decision::Open);
     }
 }

@@ -56,7 +56,8 @@ impl<S: Site> Moves<S> {
                 }
             };
             let (moves, about) = (Arc::clone(self), conversation.clone());
-            let answered = to_the_end(async move { moves.asked(&about, ask).await }).await??;
+            let asked = to_the_end(async move { moves.asked(&about, ask).await });
+            let answered = talk.meanwhile(asked).await???;
             let Some(answer) = answered else {
                 return Ok(());
             };

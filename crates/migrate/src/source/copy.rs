@@ -147,7 +147,7 @@ impl Driver<'_> {
             self.prove(&mut proof).await?;
         }
         self.connect().await?;
-        let lost = self.lost.clone();
+        let (lost, liveness) = (self.lost.clone(), self.liveness.clone());
         let followed = async {
             if self.device.is_some() {
                 return self.follow_device().await;
@@ -163,6 +163,7 @@ impl Driver<'_> {
         tokio::select! {
             followed = followed => followed,
             () = lost.notified() => Err(MigrateError::Lost),
+            () = liveness.lost() => Err(MigrateError::Lost),
         }
     }
 
@@ -207,7 +208,7 @@ impl Driver<'_> {
             false => self.until_switch(machine, &mut events, &mut writer).await?,
         }
         let paused = Instant::now();
-        self.paused = Some(paused);
+        self.set_paused(Some(paused));
         self.step(Step::Switch);
         let last = self.disks.next_round().await?;
         let bytes = bytes_of(&last);

@@ -100,7 +100,7 @@ impl Driver<'_> {
             ended = &mut forwarded => return ended.and(Err(MigrateError::Lost)),
         };
         let paused = paused_at(performed.paused_ms);
-        self.paused = Some(paused);
+        self.set_paused(Some(paused));
         self.step(Step::Switch);
         self.report.pause.memory_ms = millis(paused);
         let flushed = Instant::now();

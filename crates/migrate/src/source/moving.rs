@@ -117,7 +117,7 @@ impl Driver<'_> {
         }
         self.step(Step::Switch);
         let paused = Instant::now();
-        self.paused = Some(paused);
+        self.set_paused(Some(paused));
         self.device()?.pause().await?;
         self.report.pause.hook_ms = millis(paused);
         self.device()?.freeze().await?;

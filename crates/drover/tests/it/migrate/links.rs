@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::faults::Held;
 use super::*;
 use crate::world::PATIENCE;
 
@@ -93,4 +94,119 @@ async fn a_link_that_carries_nothing_any_more() {
     moving.done();
     here.ended().await;
     goes_on(&here, &mut there).await;
+}
+
+/// Sites, the way to one of which can be cut.
+fn behind_a_proxy(test: &str) -> Option<(Sites, Proxy)> {
+    let address = own_address();
+    let proxy = Proxy::to(address);
+    let options = ["--advertise", proxy.address.as_str()];
+    let sites = Sites::with(test, World::new(), address, &options)?;
+    Some((sites, proxy))
+}
+
+/// The machine runs here while the link is lost; then a person gives up.
+async fn stays_without_a_link(sites: &Sites, here: &mut Qemu, mut moving: Moving) {
+    let last = here.said("beat").unwrap();
+    here.wait_said("beat", last + 5).await;
+    sites.world.run("near", &["migrate", "--abort", "web"]).ok();
+    moving.was_at("memory");
+    assert_eq!(wait(&mut moving.process), Some(1));
+    stays(sites, here).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_cut_in_each_state() {
+    let Some((mut sites, proxy)) = behind_a_proxy("a_link_that_is_cut_in_each_state") else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 20).await;
+    for step in ["disks", "memory"] {
+        let mut there = sites.wait_for_it("far").await;
+        let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
+        moving.until("step", step);
+        proxy.cut();
+        moving.until("event", "reconnecting");
+        stays_without_a_link(&sites, &mut here, moving).await;
+        assert_eq!(there.said("beat"), None, "{step}");
+        there.kill();
+    }
+    let held = Held::at(&mut sites, "arriving");
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    held.reached();
+    let last = here.said("beat").unwrap();
+    proxy.cut();
+    moving.until("event", "reconnecting");
+    here.wait_said("beat", last + 5).await;
+    assert_eq!(there.said("beat"), None);
+    there.kill();
+    held.go_on();
+    stays_without_a_link(&sites, &mut here, moving).await;
+    // It is handed over: only the other site knows whether it has it.
+    let held = Held::at(&mut sites, "asked to take");
+    let mut there = sites.wait_for_it("far").await;
+    let moving = Moving::begin(&sites, "near", "far", &[]);
+    held.reached();
+    let last = here.said("beat");
+    proxy.cut();
+    assert_eq!(sites.state("near"), "committed");
+    held.go_on();
+    moving.done();
+    assert_eq!(here.said("beat"), last, "it stood still");
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_carries_nothing_while_the_machine_is_paused() {
+    let test = "a_link_that_carries_nothing_while_the_machine_is_paused";
+    let Some((mut sites, proxy)) = behind_a_proxy(test) else {
+        return;
+    };
+    let black = |is| proxy.black.store(is, Ordering::Relaxed);
+    let mut here = sites.start("near").await;
+    here.wait_said("beat", 20).await;
+    let held = Held::at(&mut sites, "arriving");
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    held.reached();
+    let last = here.said("beat").unwrap();
+    black(true);
+    let begun = Instant::now();
+    here.wait_said("beat", last + 1).await;
+    // The signs of life of a connection that nobody waits for may be missing for 30 s.
+    let paused = begun.elapsed();
+    assert!(paused < Duration::from_secs(25), "{paused:?}");
+    assert_eq!(there.said("beat"), None);
+    assert!(here.verify().await > last);
+    there.kill();
+    there = sites.wait_for_it("far").await;
+    held.go_on();
+    black(false);
+    moving.until("step", "switch");
+    moving.done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+
+    // And after the commitment: it stands still until there is an answer.
+    let mut back = sites.wait_for_it("near").await;
+    Moving::begin(&sites, "far", "near", &[]).done();
+    there.ended().await;
+    goes_on(&there, &mut back).await;
+    let held = Held::at(&mut sites, "asked to take");
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    held.reached();
+    black(true);
+    let last = back.said("beat");
+    moving.until("event", "reconnecting");
+    assert_eq!(sites.state("near"), "committed");
+    black(false);
+    held.go_on();
+    moving.done();
+    assert_eq!(back.said("beat"), last, "it stood still");
+    back.ended().await;
+    goes_on(&back, &mut there).await;
 }
