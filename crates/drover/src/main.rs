@@ -21,6 +21,7 @@ mod peers;
 mod profile;
 mod prompt;
 mod replicate;
+mod runtime;
 mod send;
 mod serve;
 mod setup;
@@ -33,7 +34,7 @@ mod vault;
 
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
@@ -197,25 +198,12 @@ fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// Upper bound on threads for blocking work: more than the data connections of all peers of a site, each of which may
-/// have one for as long as its session lasts.
-const MAX_BLOCKING_THREADS: usize = 4096;
-
-/// A runtime for what is asynchronous.
-fn runtime() -> Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .max_blocking_threads(MAX_BLOCKING_THREADS)
-        .build()
-        .context("cannot start the async runtime")
-}
-
 /// Runs an asynchronous command.
 fn wait<T, E>(command: impl Future<Output = Result<T, E>>) -> Result<T>
 where
     anyhow::Error: From<E>,
 {
-    let runtime = runtime()?;
+    let runtime = runtime::runtime()?;
     let out = runtime.block_on(command);
     // Do not wait for abandoned blocking jobs.
     runtime.shutdown_background();

@@ -8,15 +8,16 @@ mod hypervisor;
 mod memory_left;
 mod show;
 mod start_script;
+mod under_way;
 
 pub use evacuate::evacuate;
 pub use hypervisor::connect;
+pub use under_way::{failed, work};
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::images::{self, HYPERVISOR_ENDS, Indexer};
@@ -29,10 +30,9 @@ use drover_agent::site;
 use drover_agent::site::find_peer;
 use drover_agent::text::{bytes, clean};
 use drover_core::ImageName;
-use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_migrate::protocol::Kind;
-use drover_migrate::{LeftFile, MigrateError, MoveOptions};
-use drover_net::{DEFAULT_DOMAIN, NetError, RateLimit};
+use drover_migrate::{LeftFile, MoveOptions};
+use drover_net::{DEFAULT_DOMAIN, RateLimit};
 use drover_store::ImageRecord;
 use drover_store::machine::{Machines, Move};
 use drover_teleport::SendOptions;
@@ -41,17 +41,11 @@ use crate::cli::{self, MigrateArgs};
 use crate::failure::{self, usage};
 use crate::out;
 use generations::{Left, OfSite};
-use hypervisor::place;
 use show::Show;
+use under_way::{if_there, stop_mover};
 
 /// How often the progress is sampled.
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);
-
-/// How long the process that moves a machine may take to give up.
-const ABORT_LIMIT: Duration = Duration::from_secs(60);
-
-/// How often that is looked at.
-const ABORT_POLL: Duration = Duration::from_millis(50);
 
 /// `drover migrate`.
 ///
@@ -209,11 +203,6 @@ async fn depart(
 /// machines of a host may leave at once.
 static LEFT: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
-/// The directory of moves of a machine.
-pub fn work(home: &Home, name: &ImageName) -> PathBuf {
-    home.machines().directory().join(format!(".{name}.move"))
-}
-
 /// Notes in the qcow2 files of disks that a machine has left which state they have; returns their generations. It has moved: what
 /// fails is only told.
 async fn mark(
@@ -281,23 +270,6 @@ async fn close(home: &Home, name: &ImageName) {
     };
     if let Err(e) = closed.await {
         tracing::warn!("the disks of the machine are still open here: {e:#}");
-    }
-}
-
-/// A failure of what was done with a peer.
-pub fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
-    if let MigrateError::Stayed {
-        code: Some(code), ..
-    } = &error
-    {
-        return Error::coded(*code, error.to_string()).into();
-    }
-    match error {
-        MigrateError::Refused(refusal) => Error::Refused(refusal).into(),
-        MigrateError::Net(NetError::Refused(refusal)) => Error::of_peer(peer, &refusal).into(),
-        MigrateError::Net(e) => Error::from(e).into(),
-        MigrateError::Teleport(e) => failure::of_sending(e, peer),
-        e => e.into(),
     }
 }
 
@@ -396,37 +368,6 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
         return out::json(&serde_json::json!({"event": "aborted", "machine": name.as_str()}));
     }
     out::line(&format!("{name}: {said}"))
-}
-
-/// Stops the process that moves a machine, if there is one; whether it has ended within its time.
-async fn stop_mover(records: &Machines, name: &ImageName) -> Result<bool> {
-    let Some(process) = records.mover(name)? else {
-        return Ok(true);
-    };
-    let process = rustix::process::Pid::from_raw(process).context("no such process")?;
-    rustix::process::kill_process(process, rustix::process::Signal::INT)
-        .with_context(|| format!("cannot stop process {process:?}, which moves {name}"))?;
-    let gone = async {
-        while records.mover(name)?.is_some() {
-            tokio::time::sleep(ABORT_POLL).await;
-        }
-        std::io::Result::Ok(())
-    };
-    match tokio::time::timeout(ABORT_LIMIT, gone).await {
-        Ok(gone) => Ok(gone.map(|()| true)?),
-        Err(_) => Ok(false),
-    }
-}
-
-/// The hypervisor that a record names, unless it has ended.
-async fn if_there(home: &Home, recorded: Option<&str>) -> Result<Option<Hypervisor>> {
-    let Some(Ok(hypervisor)) = recorded.map(str::parse) else {
-        return Ok(None);
-    };
-    match Hypervisor::connect(&place(home, &hypervisor)?).await {
-        Err(HypervisorError::Connect { .. } | HypervisorError::NoMachine { .. }) => Ok(None),
-        machine => Ok(Some(machine?)),
-    }
 }
 
 /// Has the site give up a move to it, or does it in its place.

@@ -113,7 +113,7 @@ fn of_machine(
 ) -> Result<()> {
     let site = site(home)?;
     let vault = open(home, &args.of)?;
-    let runtime = crate::runtime()?;
+    let runtime = crate::runtime::runtime()?;
     let done = runtime.block_on(begin(&site, hypervisor, args, &vault));
     let done = done.and_then(|(stop, held)| held.back_up(&runtime, &vault, args, &stop));
     runtime.shutdown_background();
@@ -262,7 +262,7 @@ fn of_mount(home: &Home, image: &ImageName, domain: &str, args: &SnapshotArgs) -
         args,
         &stem.file_stem().unwrap_or_default().to_string_lossy(),
     )?;
-    let runtime = crate::runtime()?;
+    let runtime = crate::runtime::runtime()?;
     let vault = open(Some(home.dir()), &args.of)?;
     let order = HoldDisk {
         image: image.clone(),

@@ -16,10 +16,7 @@ use tokio::sync::{Semaphore, mpsc};
 use crate::error::MigrateError;
 use crate::protocol::{MAX_FRAME, MAX_MEMORY, MemoryHead, kind};
 pub use window::{HYPERVISOR_BUFFER, behind_at};
-use window::{Taken, Window};
-
-/// Pieces between the socket, the thread that packs or unpacks, and the connection.
-const QUEUE: usize = 4;
+use window::{QUEUE, Taken, Window};
 
 /// As a power of two, the bytes of earlier stream that compression refers to.
 const WINDOW_LOG: u32 = 22;

@@ -7,7 +7,8 @@ use drover_core::ImageName;
 use drover_migrate::{Broken, break_move as end_move};
 use drover_store::machine::Move;
 
-use super::{ended, failed, if_there, stop_mover, work};
+use super::ended;
+use super::under_way::{failed, if_there, stop_mover, work};
 use crate::failure;
 use crate::out;
 use crate::prompt;

@@ -11,8 +11,10 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::QUEUE;
 use crate::protocol::MAX_MEMORY;
+
+/// Pieces between the socket, the thread that packs or unpacks, and the connection.
+pub const QUEUE: usize = 4;
 
 /// How long a byte may wait here.
 const SHORT: Duration = Duration::from_millis(20);
