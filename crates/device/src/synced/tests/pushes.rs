@@ -51,7 +51,7 @@ fn writers_continue_during_a_push_and_the_remote_has_no_later_write_without_the_
                     device.write(base, &number.to_le_bytes()).unwrap();
                     let there = base + 7 * u64::from(CHUNK) + 4096;
                     device.write(there, &number.to_le_bytes()).unwrap();
-                    if number % 16 == 0 {
+                    if number.is_multiple_of(16) {
                         device.flush().unwrap();
                     }
                 }
