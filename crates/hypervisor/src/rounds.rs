@@ -32,7 +32,7 @@ mod notes;
 mod server;
 
 pub use held::{COPY_TIMEOUT, MIN_HELD_VERSION};
-pub use left::clear;
+pub use left::{clear, let_go};
 pub use names::MAX_NAME;
 
 use held::Moment;

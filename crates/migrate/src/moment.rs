@@ -5,6 +5,7 @@
 
 mod device;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -40,7 +41,8 @@ pub enum Freeze {
 pub struct MachineOptions {
     /// The machine's name.
     pub name: ImageName,
-    /// Tells what is recorded for one purpose from that for others; at most 20 letters and digits.
+    /// Tells what is recorded for one purpose from that for others; at most 20 letters and digits. Those for other vaults have the same
+    /// first letter and length.
     pub series: String,
     /// Gets the socket of the hypervisor's exports.
     pub work: PathBuf,
@@ -95,6 +97,10 @@ impl MachineMoment {
         machine: &Machine,
         options: &MachineOptions,
     ) -> Result<(MachineMoment, Vec<HeldDisk>), MigrateError> {
+        // Of a process that was killed: what it held is no disk's node.
+        for series in left(machine, &options.series).await? {
+            drover_hypervisor::rounds::let_go(machine, &series, &options.work).await?;
+        }
         let found = disks::writable(machine, &options.name, None).await?;
         if found.offers.is_empty() {
             let text = format!("{} has no disk that it can write", options.name);
@@ -208,6 +214,21 @@ impl MachineMoment {
         let _none_opens = self.opening.write().await;
         forget(&self.machine, &self.series, &self.work).await;
     }
+}
+
+/// The series of this purpose that may have left something; others for other vaults begin with the same letter.
+async fn left(machine: &Machine, own: &str) -> Result<BTreeSet<String>, MigrateError> {
+    let mut all = BTreeSet::from([own.to_owned()]);
+    for medium in machine.nodes().await? {
+        let series = medium.node.strip_prefix("drover-");
+        let series = series.and_then(|rest| rest.split_once('-'));
+        all.extend(
+            series
+                .map(|(series, _)| series.to_owned())
+                .filter(|series| series.len() == own.len() && series.get(..1) == own.get(..1)),
+        );
+    }
+    Ok(all)
 }
 
 /// What was recorded since an earlier moment, and what that is called.

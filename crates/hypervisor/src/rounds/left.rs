@@ -13,6 +13,22 @@ use crate::machine::Machine;
 /// How long a bitmap may be busy after its export has gone.
 pub const BUSY: Duration = Duration::from_secs(5);
 
+/// Ends what a series of this name holds and offers, as a process that was killed has left it: the disks use their own nodes
+/// again. What records stays, for [`Rounds::resume`](super::Rounds::resume).
+///
+/// # Errors
+/// Those of [`Rounds::begin`](super::Rounds::begin).
+pub async fn let_go(
+    machine: &Machine,
+    name: &str,
+    directory: &Path,
+) -> Result<(), HypervisorError> {
+    let names = Names::new(machine, name)?;
+    held::unpause(machine, &names).await?;
+    stop_serving(machine, &names, &socket_in(directory)).await?;
+    held::remove(machine, &names).await
+}
+
 /// Removes from QEMU what a series of rounds of this name, begun with this directory, has left there, if anything.
 ///
 /// # Errors
