@@ -62,7 +62,7 @@ pub async fn migrate(home: &Home, args: MigrateArgs) -> Result<()> {
         return abort(home, name, args.json).await;
     }
     if let Some(name) = &args.broken {
-        return broken::break_move(home, name, args.yes, args.json).await;
+        return broken::break_move(home, name, &args).await;
     }
     if let Some(name) = &args.start {
         return start_script::start(home, name, args.dry_run).await;

@@ -9,7 +9,7 @@ use std::path::Path;
 use rustix::net::sockopt::socket_peercred;
 use serde_json::{Value, json};
 
-use crate::error::{HypervisorError, one_line, plain};
+use crate::error::{HypervisorError, is_gone, one_line, plain};
 use crate::machine::{Data, Disk, Medium};
 
 /// The program and its options, each with its argument.
@@ -65,6 +65,7 @@ impl CommandLine {
         let connect = |e: &io::Error| HypervisorError::Connect {
             socket: name.clone(),
             reason: plain(e),
+            is_gone: is_gone(e),
         };
         let unsupported = |reason: String| HypervisorError::Unsupported {
             socket: name.clone(),

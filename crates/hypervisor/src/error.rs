@@ -14,6 +14,8 @@ pub enum HypervisorError {
         socket: String,
         /// Why not.
         reason: String,
+        /// Whether there is no socket, or nobody listens at it: it has ended.
+        is_gone: bool,
     },
     /// The other end speaks, but not QMP.
     #[error(
@@ -244,6 +246,14 @@ pub(crate) fn one_line(text: &str) -> String {
         out.push_str("...");
     }
     out
+}
+
+/// Whether connecting to a socket failed since whoever had it has ended.
+pub(crate) fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+    )
 }
 
 /// An I/O error without the operating system's number and capital.

@@ -19,7 +19,7 @@ use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use crate::error::{HypervisorError, one_line, plain};
+use crate::error::{HypervisorError, is_gone, one_line, plain};
 
 mod driver;
 mod events;
@@ -160,6 +160,7 @@ impl Qmp {
                     }
                     _ => plain(&e),
                 },
+                is_gone: is_gone(&e),
                 socket: name,
             }),
         }

@@ -126,17 +126,12 @@ async fn outward(
     let counted = Arc::clone(&sent);
     tokio::task::spawn_blocking(move || pack(queue, &frames, pace, &counted));
     let write = async {
-        let mut unflushed = Vec::new();
         while let Some(frame) = packed.recv().await {
             let frame: Piece = frame;
             writer.send(kind::MEMORY, &frame.bytes).await?;
-            unflushed.push(frame.taken);
-            if packed.is_empty() {
-                writer.flush().await?;
-                for taken in unflushed.drain(..) {
-                    sent.window.passed(&taken);
-                }
-            }
+            // Each by itself: how long a piece waits here is what the window goes by.
+            writer.flush().await?;
+            sent.window.passed(&frame.taken);
         }
         writer.send(kind::MEMORY_END, &[]).await?;
         Ok(writer.flush().await?)

@@ -608,6 +608,7 @@ impl Driver<'_> {
                 if let Some(device) = &mut self.device {
                     device.gone().await;
                 }
+                self.record_taken().await?;
                 self.follow_rest().await?;
                 let keep = self.options.keep_source || self.trouble.is_some();
                 match self.hypervisor.as_ref().filter(|_| !keep) {
@@ -625,6 +626,7 @@ impl Driver<'_> {
                 }
             }
             Action::End(end) => {
+                self.forget_taken();
                 return Ok(Some(match end {
                     End::Moved => match (self.trouble.take(), self.lost_leases.take()) {
                         (None, None) => Ok(()),

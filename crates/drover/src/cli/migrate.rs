@@ -132,6 +132,10 @@ pub struct MigrateArgs {
     /// to follow is here. If its QEMU here has ended, boot the machine from its disks.
     #[arg(long = "break", value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer", "list", "abort", "start", "start_script", "dry_run"])]
     pub broken: Option<ImageName>,
+    /// With --break: also if the peer has said that it runs the machine, while its disks were still to follow; what it wrote there
+    /// is lost
+    #[arg(long, requires = "broken")]
+    pub taken: bool,
     /// With --break: do not ask for confirmation
     #[arg(short, long, requires = "broken")]
     pub yes: bool,

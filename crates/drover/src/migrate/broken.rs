@@ -9,6 +9,7 @@ use drover_store::machine::Move;
 
 use super::ended;
 use super::under_way::{failed, if_there, stop_mover, work};
+use crate::cli::MigrateArgs;
 use crate::failure;
 use crate::out;
 use crate::prompt;
@@ -17,7 +18,7 @@ use crate::prompt;
 ///
 /// # Errors
 /// When it was not handed over, or cannot run here.
-pub async fn break_move(home: &Home, name: &ImageName, yes: bool, json: bool) -> Result<()> {
+pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Result<()> {
     let records = home.machines();
     let Some(known) = records.load(name)? else {
         return Err(failure::refused(format!(
@@ -34,18 +35,22 @@ pub async fn break_move(home: &Home, name: &ImageName, yes: bool, json: bool) ->
         &format!(
             "{name} was handed over to {peer}, and must not run there, now or later. Let it run here?"
         ),
-        yes,
+        args.yes,
     )?;
     if !stop_mover(&records, name).await? {
         bail!("the process that moves {name} does not end; see `drover migrate --list`");
     }
     let recorded = known.hypervisor.as_deref();
     let machine = if_there(home, recorded).await?;
-    let broken = end_move(machine, &records, name, &known, &work(home, name))
-        .await
-        .map_err(|e| failed(e, ""))?;
-    ended::broken(home, name, to).await;
-    if json {
+    let work = work(home, name);
+    let broken = end_move(machine, &records, name, &known, args.taken, &work).await;
+    // Also if it then does not run: it is decided.
+    let now = records.load(name)?;
+    if now.is_some_and(|now| now != known && !matches!(now.under_way, Some(Move::Committed(..)))) {
+        ended::broken(home, name, to).await;
+    }
+    let broken = broken.map_err(|e| failed(e, ""))?;
+    if args.json {
         return out::json(&serde_json::json!({
             "event": "broken",
             "machine": name.as_str(),

@@ -251,6 +251,7 @@ fn may_pass(error: &anyhow::Error) -> bool {
 /// The options of the migration of one of them.
 fn of_one(args: &EvacuateArgs, hypervisor: &cli::Hypervisor) -> MigrateArgs {
     MigrateArgs {
+        taken: false,
         start: None,
         machine: Some(hypervisor.clone()),
         peer: Some(args.peer.clone()),

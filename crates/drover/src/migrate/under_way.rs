@@ -69,7 +69,9 @@ pub async fn if_there(home: &Home, recorded: Option<&str>) -> Result<Option<Hype
         return Ok(None);
     };
     match Hypervisor::connect(&place(home, &hypervisor)?).await {
-        Err(HypervisorError::Connect { .. } | HypervisorError::NoMachine { .. }) => Ok(None),
+        Err(HypervisorError::Connect { is_gone: true, .. } | HypervisorError::NoMachine { .. }) => {
+            Ok(None)
+        }
         machine => Ok(Some(machine?)),
     }
 }

@@ -7,10 +7,10 @@ use drover_hypervisor::Hypervisor;
 use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
 use drover_net::{Code, Refusal, decode};
-use drover_store::machine::{MachineRecord, Machines, Move};
+use drover_store::machine::{MachineRecord, Machines, Move, Token};
 
 use super::disks::Disks;
-use super::left::{FORMAT, LeftDisks};
+use super::left::{FORMAT, LeftDisks, TAKEN};
 use super::{lock, restore};
 use crate::error::MigrateError;
 
@@ -73,7 +73,8 @@ pub struct Broken {
 
 /// Ends a committed move, which nobody works on any more, in favour of this site, and lets the machine run on if its hypervisor has
 /// not ended. Only a person knows that the destination, which may have taken the machine, is lost for good. `known` is the record that
-/// this person was told of.
+/// this person was told of; `taken` is whether it may be broken although the destination has said that it has taken the machine,
+/// while its disks were still to follow.
 ///
 /// # Errors
 /// When the move is not committed any more, or its record cannot be written: then all is as it was. When the hypervisor does not let the
@@ -83,6 +84,7 @@ pub async fn break_move(
     machines: &Machines,
     name: &ImageName,
     known: &MachineRecord,
+    taken: bool,
     work: &Path,
 ) -> Result<Broken, MigrateError> {
     let held = |text: String| MigrateError::from(Refusal::new(Code::Held, text));
@@ -98,10 +100,15 @@ pub async fn break_move(
         let text = format!("the migration of {name} went on meanwhile");
         return Err(held(format!("{text}; see `drover migrate --list`")));
     };
+    let file = |kind: &str| machines.directory().join(format!(".{name}.{kind}"));
+    if !taken && was_taken(&file("taken"), token) {
+        return Err(held(format!(
+            "the destination has taken {name}, and runs it: migrate it there again to go on, or, if that site is lost for good with all that {name} wrote there, add --taken"
+        )));
+    }
     // Before it runs: its disks refuse what it writes as long as the record says that it was handed over.
     machines.store(name, &thawed)?;
-    let rest = machines.directory().join(format!(".{name}.rest"));
-    let mounts = mounts(&rest);
+    let mounts = mounts(&file("rest"));
     let mut runs = false;
     if let Some(hypervisor) = &hypervisor {
         restore(hypervisor, &Disks::default(), None, work).await?;
@@ -113,11 +120,23 @@ pub async fn break_move(
     if let Some(stays) = thawed.stay(token) {
         machines.store(name, &stays)?;
     }
-    for kind in ["rest", "files"] {
+    for kind in ["rest", "files", "taken"] {
         // A stale one is ignored by its token.
-        let _ = std::fs::remove_file(machines.directory().join(format!(".{name}.{kind}")));
+        let _ = std::fs::remove_file(file(kind));
     }
     Ok(Broken { runs, mounts })
+}
+
+/// Whether the destination has said that it took the machine by this move. What cannot be read says so, too.
+fn was_taken(path: &Path, token: Token) -> bool {
+    let read = || {
+        let Some(bytes) = TAKEN.read(path).ok()? else {
+            return Some(false);
+        };
+        let of: Token = decode(TAKEN.open(&bytes).ok()?).ok()?;
+        Some(of == token)
+    };
+    read().unwrap_or(true)
 }
 
 /// The mounts whose leases were to be handed over. What cannot be read says nothing.
@@ -132,7 +151,8 @@ fn mounts(rest: &Path) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use drover_store::machine::{Other, Seed, Token};
+    use drover_net::encode;
+    use drover_store::machine::{Other, Seed};
 
     use super::*;
 
@@ -160,7 +180,7 @@ mod tests {
         let gone = known.gone(Token([1; 16])).unwrap();
         for now in [&committed(2), &gone, &here] {
             store(now);
-            let broken = break_move(None, &machines, &name, &known, &work).await;
+            let broken = break_move(None, &machines, &name, &known, false, &work).await;
             let said = broken.unwrap_err().to_string();
             assert!(said.contains("went on meanwhile"), "{said}");
             assert_eq!(&load(), now);
@@ -170,7 +190,7 @@ mod tests {
         std::fs::write(&rest, "torn").unwrap();
         {
             let _moves = lock(&machines, &name).unwrap();
-            let broken = break_move(None, &machines, &name, &known, &work).await;
+            let broken = break_move(None, &machines, &name, &known, false, &work).await;
             assert!(
                 broken
                     .unwrap_err()
@@ -179,11 +199,25 @@ mod tests {
             );
             assert_eq!(load(), known);
         }
-        let broken = break_move(None, &machines, &name, &known, &work).await;
+        // The destination runs it; what it said of another move counts for nothing.
+        let taken = machines.directory().join(".web.taken");
+        for (token, is_broken) in [(1, false), (2, true)] {
+            TAKEN.write(&taken, &encode(&Token([token; 16]))).unwrap();
+            store(&known);
+            let broken = break_move(None, &machines, &name, &known, false, &work).await;
+            assert_eq!(broken.is_ok(), is_broken, "{broken:?}");
+        }
+        store(&known);
+        std::fs::write(&taken, "torn").unwrap();
+        let broken = break_move(None, &machines, &name, &known, false, &work).await;
+        let said = broken.unwrap_err().to_string();
+        assert!(said.contains("--taken"), "{said}");
+        let broken = break_move(None, &machines, &name, &known, true, &work).await;
         assert!(!broken.unwrap().runs);
+        assert!(!taken.exists());
         assert_eq!(load(), here);
         assert!(!rest.exists());
-        let again = break_move(None, &machines, &name, &here, &work).await;
+        let again = break_move(None, &machines, &name, &here, false, &work).await;
         assert!(again.unwrap_err().to_string().contains("not handed over"));
     }
 }

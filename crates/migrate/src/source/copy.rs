@@ -392,6 +392,7 @@ impl Driver<'_> {
         writer: &mut DiskWriter,
     ) -> Result<(), MigrateError> {
         let (mut rounds, mut before) = (0, u64::MAX);
+        let never = self.options.post_copy == PostCopy::Never;
         let switch = MigrationStatus::PreSwitchover;
         let mut waiting = Waiting::begin();
         loop {
@@ -406,7 +407,9 @@ impl Driver<'_> {
             self.disks.confirm().await?;
             rounds += 1;
             let is_stuck = rounds >= FEW_ROUNDS && sent > before / 5 * 4 || rounds >= MANY_ROUNDS;
-            if waiting.aim.is_none() && (sent < FEW_DIRTY || is_stuck) {
+            let in_one_piece = never && rounds >= MANY_ROUNDS;
+            let may_switch = sent < FEW_DIRTY || self.rest.is_some() && is_stuck || in_one_piece;
+            if waiting.aim.is_none() && may_switch {
                 waiting.allow_switch(self, machine).await?;
             }
             before = sent;

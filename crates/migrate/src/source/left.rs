@@ -28,6 +28,13 @@ pub(super) const FORMAT: Envelope = Envelope {
     max_bytes: 1 << 20,
 };
 
+/// That the destination has said that it runs a machine whose move is not at its end: its token, in `machines/.NAME.taken`.
+pub(super) const TAKEN: Envelope = Envelope {
+    magic: *b"DRVRTAKN",
+    version: 1,
+    max_bytes: 64,
+};
+
 /// Where the disks of a machine can be read that was handed over.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct LeftDisks {

@@ -13,7 +13,7 @@ use drover_net::{Code, NetError, Refusal, decode, encode};
 use drover_store::machine::{Machines, Token};
 use drover_teleport::SendOptions;
 
-use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, is_away};
+use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, TAKEN, is_away};
 use super::report::{MoveEvent, OnMove, PostCopy, Step};
 use super::{Driver, call, millis};
 use crate::disks::{DiskWriter, Sent};
@@ -225,6 +225,31 @@ impl Driver<'_> {
 
     fn rest_path(&self) -> PathBuf {
         let name = format!(".{}.rest", self.options.machine);
+        self.machines.directory().join(name)
+    }
+
+    /// Records that the other site has taken the machine: what follows may take long, and a person who breaks the move has to
+    /// know.
+    pub(super) async fn record_taken(&self) -> Result<(), MigrateError> {
+        let path = self.taken_path();
+        let token = self.seeder.token();
+        let write = move || TAKEN.write(&path, &encode(&token));
+        let written = tokio::task::spawn_blocking(write).await;
+        let written = written.map_err(|_| MigrateError::Stopped)?;
+        written.map_err(|error| MigrateError::File {
+            what: format!("cannot write {}", self.taken_path().display()),
+            error,
+        })
+    }
+
+    /// The move is at its end.
+    pub(super) fn forget_taken(&self) {
+        // A stale one is ignored by its token.
+        let _ = std::fs::remove_file(self.taken_path());
+    }
+
+    fn taken_path(&self) -> PathBuf {
+        let name = format!(".{}.taken", self.options.machine);
         self.machines.directory().join(name)
     }
 

@@ -151,6 +151,12 @@ async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
             sites.restart("far");
         }
         assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
+        // It runs there, as this site knows: nobody breaks that by mistake.
+        let broken = ["migrate", "--break", "web", "--yes"];
+        sites
+            .world
+            .run("near", &broken)
+            .fails(3, &["has taken web", "--taken"]);
         if qemu_dies {
             // Another file is not what the machine lacks, and is not read.
             let other = sites.world.path("other");
