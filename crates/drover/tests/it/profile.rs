@@ -319,7 +319,7 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     let options = ["--read-only", "--window", "256K", "--give-up-after", "1s"];
     let socket = m.export("web.raw", &options);
     until("some of it is here", || {
-        m.disk()["received"].as_u64().unwrap() > 6 << 20
+        m.disk()["received"].as_u64().unwrap() > 24 << 20
     });
     m.proxy.cut();
     let mut machine = Client::connect(&socket, "");
