@@ -201,8 +201,8 @@ impl Vault {
         Ok(copied)
     }
 
-    /// A container as it is, in the newest generation, which was `known` before; none if it is gone, or its head is
-    /// damaged.
+    /// What can be read of a container in the newest generation, which was `known` before; none if it is gone, or its
+    /// head is damaged.
     fn whole(
         &self,
         machine: &Machine,
@@ -252,7 +252,13 @@ impl Vault {
         }
         let is_enough = match must {
             Some(must) => must.without(&have).count() == 0,
-            None => have.count() > before,
+            // What is good, but in an object that is not, is written again.
+            None => {
+                have.count() > before
+                    || mine
+                        .as_ref()
+                        .is_some_and(|mine| mine.is_salvaged && mine.is_good())
+            }
         };
         let name = format!("containers/{}/{id}", machine.component());
         match (&theirs, must) {
@@ -269,7 +275,7 @@ impl Vault {
             }
         }
         let (generation, bytes) = match (&theirs, here) {
-            (Some(theirs), None) if theirs.is_good() => {
+            (Some(theirs), None) if theirs.is_good() && !theirs.is_salvaged => {
                 (theirs.head.generation, theirs.bytes.to_vec())
             }
             _ => {

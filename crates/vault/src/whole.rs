@@ -3,17 +3,24 @@
 use bytes::Bytes;
 use drover_core::{BLOCK_SIZE, Digest};
 
-use crate::container::{ContainerId, GROUP_BLOCKS, GROUP_BYTES, Head, LocalIds, Packed, assemble};
+use crate::container::{
+    ContainerId, GROUP_BLOCKS, GROUP_BYTES, Head, LocalIds, MAX_HEAD, Packed, assemble,
+};
 use crate::digester::Digester;
 use crate::error::Result;
 use crate::names::{Machine, container_key};
 use crate::vault::Vault;
+
+/// A head that cannot be read with all that may belong to it is read in steps of so many bytes.
+const HEAD_STEP: usize = 64 << 10;
 
 /// A container, whole, and which of its blocks are what its head says.
 pub(crate) struct Whole {
     pub(crate) head: Head,
     pub(crate) bytes: Bytes,
     pub(crate) good: LocalIds,
+    /// It cannot be read as a whole: `bytes` has the groups that can be read, and nothing else.
+    pub(crate) is_salvaged: bool,
 }
 
 impl Whole {
@@ -29,7 +36,12 @@ impl Whole {
                 }
             }
         }
-        Whole { head, bytes, good }
+        Whole {
+            head,
+            bytes,
+            good,
+            is_salvaged: false,
+        }
     }
 
     /// Whether all of it is good.
@@ -102,24 +114,68 @@ pub(crate) fn next_generation(
 }
 
 impl Vault {
-    /// A container in a generation; none if it is gone, or damaged as a whole.
+    /// A container in a generation; none if it is gone, or its head is damaged. Of one that cannot be read as a whole, what can be read.
     pub(crate) fn whole_at(
         &self,
         machine: &Machine,
         id: ContainerId,
         generation: u32,
     ) -> Result<Option<Whole>> {
+        let key = container_key(machine, id, generation);
         let head = match self.head(machine, id, generation) {
-            Ok(Some(head)) => head,
-            Ok(None) => return Ok(None),
-            Err(error) if error.is_damage() => return Ok(None),
-            Err(error) => return Err(error),
+            Err(error) if error.is_damage() => self.head_in_steps(&key, id, generation)?,
+            head => head?,
         };
-        match self.objects.get(&container_key(machine, id, generation)) {
-            Ok(bytes) => Ok(bytes.map(|bytes| Whole::new(head, bytes, &self.digester))),
-            Err(error) if error.is_damage => Ok(None),
+        let Some(head) = head else {
+            return Ok(None);
+        };
+        match self.objects.get(&key) {
+            Ok(None) => Ok(None),
+            Ok(Some(bytes)) if bytes.len() as u64 == head.container_len() => {
+                Ok(Some(Whole::new(head, bytes, &self.digester)))
+            }
+            Ok(Some(_)) => self.salvaged(&key, head),
+            Err(error) if error.is_damage => self.salvaged(&key, head),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// The head of a container of which something near the head is damaged; none if the head is, or if it is gone.
+    fn head_in_steps(&self, key: &str, id: ContainerId, generation: u32) -> Result<Option<Head>> {
+        for end in (HEAD_STEP..MAX_HEAD).step_by(HEAD_STEP) {
+            let bytes = match self.objects.get_range(key, 0..end as u64) {
+                Ok(Some(bytes)) => bytes,
+                Ok(None) => return Ok(None),
+                Err(error) if error.is_damage => return Ok(None),
+                Err(error) => return Err(error.into()),
+            };
+            if let Ok(head) = Head::parse(&bytes) {
+                return Ok((head.id == id && head.generation == generation).then_some(head));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The groups of a container that can be read; in place of the others are zeros. None if it is gone.
+    fn salvaged(&self, key: &str, head: Head) -> Result<Option<Whole>> {
+        // A head is only read if its groups are no longer than their blocks.
+        let mut bytes = vec![0; head.container_len() as usize];
+        for group in 0..head.groups() {
+            let span = head.span(group, group);
+            let place = &mut bytes[span.start as usize..span.end as usize];
+            match self.objects.get_range(key, span) {
+                Ok(Some(part)) if part.len() == place.len() => place.copy_from_slice(&part),
+                // Cut off.
+                Ok(Some(_)) => {}
+                Ok(None) => return Ok(None),
+                Err(error) if error.is_damage => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Some(Whole {
+            is_salvaged: true,
+            ..Whole::new(head, bytes.into(), &self.digester)
+        }))
     }
 }
 

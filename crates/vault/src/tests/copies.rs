@@ -353,3 +353,75 @@ fn every_object_that_is_damaged_or_lost_is_repaired_from_a_copy() {
     assert_eq!((report.problems.len(), report.repaired.len()), (0, 1));
     assert!(all(&open(&worse)) == whole);
 }
+
+/// A container that is damaged in one place, of which the copy has some blocks only: nothing that is good is thrown away.
+#[test]
+fn what_is_good_of_a_damaged_container_is_kept() {
+    let secret = || Secret::new(b"correct").unwrap();
+    // Which blocks the copy has, where the container is damaged, and whether the copy has all that is lost.
+    let flip = |at: usize| move |bytes: &mut Vec<u8>| bytes[at] ^= 1;
+    let cut = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() - 100);
+    let longer = |bytes: &mut Vec<u8>| bytes.extend([7; 100]);
+    type Damage<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let cases: [(bool, Range<u32>, Damage<'_>, bool); 8] = [
+        (true, 1..1000, &flip(140_000), true),
+        (true, 1..1000, &flip(300_000), true),
+        (true, 2000..3000, &flip(300_000), false),
+        (true, 2000..3000, &cut, true),
+        (true, 2000..3000, &longer, true),
+        (false, 2000..3000, &cut, true),
+        (false, 1..1000, &cut, false),
+        (false, 1..1000, &longer, true),
+    ];
+    for (n, (is_encrypted, part, damage, is_mended)) in cases.into_iter().enumerate() {
+        let setting = Setting::new();
+        let objects = match is_encrypted {
+            true => MemoryObjects::default(),
+            false => setting.objects.clone(),
+        };
+        let vault = match is_encrypted {
+            true => Vault::create_encrypted_on(Arc::new(objects.clone()), &secret(), "a").unwrap(),
+            false => open(&objects),
+        };
+        let backup = |name: &str, blocks: Range<u32>, time| {
+            let image = setting.image(name, &disk(&blocks.collect::<Vec<_>>()));
+            let made = vault.backup_at(&image, &machine(name), "host", time, &mut |_| {});
+            made.unwrap().id
+        };
+        let whole = backup("a", 1..3000, 100);
+        let some = backup("b", part, 200);
+        let before = all(&vault);
+        let to = copy_on(&vault, &MemoryObjects::default());
+        copy(&vault, &to);
+        let there = to.snapshots(Some(&whole.machine)).unwrap().0;
+        to.forget(&[there[0].id.clone()]).unwrap();
+        let collected = to.collect(Duration::ZERO, &mut |_| {}).unwrap();
+        assert_eq!(collected.compacted, 1, "{n}");
+        let keys = objects.keys();
+        let mut containers = keys.iter().filter(|k| k.starts_with("containers/"));
+        objects.damage(containers.next().unwrap(), damage);
+        let report = vault
+            .check_and_repair(Checking::Full, Some(&to), &mut |_, _| {})
+            .unwrap();
+        let found = (report.repaired.len(), report.problems.len());
+        match is_mended {
+            true => {
+                assert_eq!(found, (1, 0), "{n}");
+                assert!(all(&vault) == before, "{n}");
+                is_good(&vault);
+            }
+            // What the copy has is good here as well: it is not put in place of all.
+            false => {
+                assert_eq!(found, (0, 1), "{n}");
+                assert!(content(&vault, &some).unwrap() == before[1].1, "{n}");
+                let (file, good) = (
+                    &before[0].1,
+                    SnapshotFile::new(vault.open_snapshot(&whole).unwrap()),
+                );
+                let mut read = vec![0; 1000 * 4096];
+                good.read_exact_at(&mut read, 1000 * 4096).unwrap();
+                assert!(read[..] == file[1000 * 4096..2000 * 4096], "{n}");
+            }
+        }
+    }
+}
