@@ -184,8 +184,11 @@ impl Vault {
                     });
                     break;
                 }
-                // What it stored is found again by the next attempt.
-                Err(Ended::Overtaken) => self.retract(&attempt.id),
+                // What it stored is found again by the next attempt. What the parent uses may go, or have gone: all is read.
+                Err(Ended::Overtaken) => {
+                    use_parent = false;
+                    self.retract(&attempt.id);
+                }
                 // The parent is damaged, or has gone: all is read.
                 Err(Ended::Failed(error))
                     if source.since.is_some() && use_parent && error.is_damage() =>

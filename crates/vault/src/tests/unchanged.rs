@@ -156,6 +156,35 @@ fn a_parent_that_goes_meanwhile_leaves_no_snapshot_hollow() {
     assert_eq!(report.problems, []);
 }
 
+/// A collection that was killed leaves its marks for a day, and a container that is lost stays lost.
+#[test]
+fn a_parent_whose_containers_are_marked_or_lost_is_not_used() {
+    for is_lost in [false, true] {
+        let setting = Setting::new();
+        let bytes = disk(&(1..3000).collect::<Vec<_>>());
+        let vault = setting.vault();
+        let parent = backup(&vault, &source(&bytes, None).0, 100).id;
+        let keys = setting.objects.keys();
+        let container = keys.iter().find(|k| k.starts_with("containers/")).unwrap();
+        match is_lost {
+            true => setting.objects.lose(container),
+            false => {
+                let id = *vault.containers(None).unwrap().keys().next().unwrap();
+                let mark = crate::names::mark_key(id, SessionId::random());
+                let mark = setting.objects.create(&mark, Bytes::from_static(b"mark"));
+                assert!(mark.unwrap());
+            }
+        }
+        let (differing, _) = source(&bytes, since(&parent, &[]));
+        let made = backup(&vault, &differing, 200);
+        assert_eq!(made.read_bytes, bytes.len() as u64);
+        assert!(content(&vault, &made.id).unwrap() == bytes);
+        // The next goes on from it.
+        let (next, _) = source(&bytes, since(&made.id, &[]));
+        assert_eq!(backup(&vault, &next, 300).read_bytes, 0);
+    }
+}
+
 #[test]
 fn one_that_goes_on_from_another_is_stopped_at_every_operation() {
     let setting = Setting::new();
