@@ -582,7 +582,11 @@ impl Driver<'_> {
                     let connected = tokio::time::timeout(CANCEL_LIMIT, self.connect());
                     connected.await.ok();
                 }
-                self.ask(Ask::Cancel).await.ok();
+                // One that is busy says that it lives, and may be busy for long.
+                let answered = tokio::time::timeout(CANCEL_LIMIT, self.ask(Ask::Cancel));
+                if answered.await.is_err() {
+                    self.asker = None;
+                }
             }
             Action::Ask(ask) => {
                 // A broken connection is made again, and then the question is asked again.
