@@ -25,7 +25,7 @@ pub enum Right {
     Sync,
     /// Use memory or disk as swap.
     Swap,
-    /// Be a node of a cluster.
+    /// Be a node of this site, for who has its key; of no use to other peers.
     Node,
     /// Change what other peers own.
     Admin,

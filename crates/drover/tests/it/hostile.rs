@@ -36,9 +36,9 @@ use drover_net::{
 use drover_store::lease::MountId;
 use drover_store::machine::{Generation, Seed, Token};
 use drover_teleport::services::{
-    BeginMatching, BeginMatchingFor, EndFlock, GetProfile, IndexImage, JoinSession, KnowFiles,
-    ListFlocks, ListImages, ListTransfers, OpenFlock, OpenSession, PutProfile, RemoveImage,
-    RemoveTransfer, SendFlock, ShareImage, VerifyImage,
+    BeginMatching, BeginMatchingFor, ClaimBlocks, EndFlock, GetProfile, IndexImage, JoinSession,
+    KnowFiles, ListFlocks, ListImages, ListNodes, ListTransfers, LookAt, OpenFlock, OpenSession,
+    PutProfile, RemoveImage, RemoveTransfer, SendFlock, ShareImage, VerifyImage,
 };
 
 use crate::world::{Site, World};
@@ -145,6 +145,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             why: String::new(),
         }),
         encode_call(&ListFlocks),
+        encode_call(&ListNodes),
         encode_call(&ListTransfers),
         encode_call(&RemoveTransfer { key }),
         encode_call(&RemoveImage {
@@ -251,6 +252,8 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             name: of(),
             to: "acme".into(),
         }),
+        encode_call(&ClaimBlocks::new([1; 16], 1, "n1", &[])),
+        encode_call(&LookAt { runs: Vec::new() }),
         encode_call(&GetStatus),
         encode_call(&GetMetrics),
         encode_call(&KnowFiles {

@@ -15,6 +15,12 @@ pub const MAX_HINTS: usize = 7 << 19;
 /// Upper bound on the flocks that it knows blocks of.
 const MAX_FLOCKS: usize = 16;
 
+/// Upper bound on the images of a flock that it knows blocks of. Their places fit into 16 bits.
+const MAX_IMAGES: usize = 4096;
+
+/// Upper bound on the bytes of a node's name.
+const MAX_NODE_BYTES: usize = 63;
+
 /// Bytes of a short digest.
 const KEY: usize = Digest::SHORT_LEN;
 
@@ -90,10 +96,14 @@ impl Hints {
             .images
             .iter()
             .position(|(i, n)| (*i, &**n) == (image, node));
-        let own = place.unwrap_or_else(|| {
-            of.images.push((image, node.to_owned()));
-            of.images.len() - 1
+        let fits = of.images.len() < MAX_IMAGES && node.len() <= MAX_NODE_BYTES;
+        let own = place.or_else(|| {
+            fits.then(|| {
+                of.images.push((image, node.to_owned()));
+                of.images.len() - 1
+            })
         });
+        let own = own.and_then(|own| u16::try_from(own).ok());
         let mut claimed = Claimed::default();
         let mut places: HashMap<u16, u32> = HashMap::new();
         for (nth, (digest, index)) in blocks.iter().enumerate() {
@@ -112,9 +122,7 @@ impl Hints {
                 Some(_) => {}
                 None if room == 0 => {}
                 None => {
-                    let Ok(own) = u16::try_from(own) else {
-                        continue;
-                    };
+                    let Some(own) = own else { continue };
                     of.blocks.insert(*key, (own, at));
                     room -= 1;
                 }
@@ -176,6 +184,27 @@ mod tests {
                 assert_eq!(found.next(), None, "seed {seed}");
             }
         }
+    }
+
+    #[test]
+    fn images_beyond_the_limit_and_long_names_are_not_remembered() {
+        let mut hints = Hints::default();
+        let blocks = |n: u64| [(digest(0), 7), (digest(n), 0)];
+        let long = "n".repeat(MAX_NODE_BYTES + 1);
+        assert_eq!(
+            hints.claim(&[0; 16], (1, &long), &blocks(0)),
+            Claimed::default()
+        );
+        assert!(hints.flocks[0].1.images.is_empty() && hints.flocks[0].1.blocks.is_empty());
+        for image in 0..MAX_IMAGES as u64 + 9 {
+            hints.claim(&[0; 16], (image, "n"), &blocks(image + 1));
+        }
+        let known = &hints.flocks[0].1;
+        assert_eq!(known.images.len(), MAX_IMAGES);
+        assert_eq!(known.blocks.len(), MAX_IMAGES + 1);
+        // What others have is found for all of them.
+        let found = hints.claim(&[0; 16], (1 << 40, &long), &blocks(0)).found;
+        assert_eq!(found, [(0, 0, 7), (1, 0, 7)]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use drover_net::service::{encode_call, kind};
 use drover_net::{Code, FrameReader, FrameWriter, Refusal, Right, Rights, decode};
 use drover_store::SiteCatalog;
 use drover_store::lease::{Access, MountId};
-use drover_teleport::services::{ListImages, ShareImage, VerifyImage};
+use drover_teleport::services::{ClaimBlocks, ListImages, LookAt, ShareImage, VerifyImage};
 
 use super::*;
 use crate::world::{same, until};
@@ -157,6 +157,25 @@ fn a_refusal_names_the_right_and_how_it_is_given() {
     let (.., refusal) = run(opened(&peer, &open("a.img", Access::ReadWrite)));
     let refusal = refusal.unwrap();
     assert!(refusal.message.contains("--can read,write"), "{refusal}");
+}
+
+#[test]
+fn a_peer_with_the_right_of_nodes_is_no_node() {
+    let world = World::new();
+    let (_site, peer) = two_peers(&world);
+    give(&world, Rights::of(&[Right::Node]));
+    let calls = [
+        encode_call(&ClaimBlocks::new([1; 16], 1, "web", &[])),
+        encode_call(&LookAt { runs: Vec::new() }),
+    ];
+    for call in calls {
+        let refusal = run(peer.refused(&call));
+        assert_eq!(refusal.code, Code::Denied, "{refusal}");
+        assert!(
+            refusal.message.contains("only nodes of this site"),
+            "{refusal}"
+        );
+    }
 }
 
 #[test]
