@@ -24,5 +24,6 @@ pub use table::{
 };
 pub use term::{DEFAULT_TERM, MAX_TERM, MIN_TERM, Term, renew_every};
 pub use work::{
-    JOB_TERM, JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_UNITS, TakenUnit, Unit, UnitInfo, UnitState,
+    JOB_TERM, JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_SAID_BYTES, MAX_UNITS, TakenUnit, Unit,
+    UnitInfo, UnitState,
 };

@@ -120,6 +120,25 @@ fn unknown() -> Error {
     Error::msg("the work table of this site has what another version of drover wrote")
 }
 
+/// Upper bound on the bytes of the name of a node of the other site.
+const MAX_TO: usize = 63;
+
+/// Upper bound on the bytes of why an image is not sent.
+const MAX_WHY: usize = 1000;
+
+/// A text from elsewhere: at most `most` bytes, and no control characters.
+fn clipped(text: &str, most: usize) -> String {
+    let harmless = |c: char| if c.is_control() { ' ' } else { c };
+    let mut out = String::new();
+    for c in text.chars().map(harmless) {
+        if out.len() + c.len_utf8() > most {
+            break;
+        }
+        out.push(c);
+    }
+    out
+}
+
 /// What a node tells of an image that it sends.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct UnitSaid {
@@ -138,6 +157,21 @@ pub struct UnitSaid {
 }
 
 impl UnitSaid {
+    /// It is sent to that node of the other site.
+    pub fn go_to(&mut self, node: &str) {
+        self.to = clipped(node, MAX_TO);
+    }
+
+    /// It is not being sent at the moment.
+    pub fn trouble(&mut self, why: &str) {
+        self.trouble = clipped(why, MAX_WHY);
+    }
+
+    /// It could not be sent.
+    pub fn fail(&mut self, why: &str) {
+        self.ended = Some(Err(clipped(why, MAX_WHY)));
+    }
+
     /// As bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
@@ -154,6 +188,7 @@ impl UnitSaid {
 #[cfg(test)]
 mod tests {
     use drover_core::Digest;
+    use drover_store::nodes::MAX_SAID_BYTES;
     use drover_teleport::progress::{Stages, WireByKind};
 
     use super::*;
@@ -220,5 +255,17 @@ mod tests {
             assert_eq!(UnitSaid::decode(&said.encode()), said);
         }
         assert_eq!(UnitSaid::decode(b""), UnitSaid::default());
+    }
+
+    #[test]
+    fn what_the_other_site_says_does_not_fill_the_table() {
+        let long = "\u{1b}ä\n".repeat(1 << 20);
+        let mut said = UnitSaid::default();
+        said.go_to(&long);
+        said.trouble(&long);
+        said.fail(&long);
+        assert!(said.to.starts_with(" ä  ä ") && said.to.len() == MAX_TO - 1);
+        assert_eq!(said.trouble.len(), MAX_WHY);
+        assert!(said.encode().len() < MAX_SAID_BYTES / 2);
     }
 }

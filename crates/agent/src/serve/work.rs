@@ -216,7 +216,7 @@ impl Unit {
                 UnitState::Done
             }
             Err(e) => {
-                unit.say(|said| said.ended = Some(Err(e.to_string())));
+                unit.say(|said| said.fail(&e.to_string()));
                 UnitState::Failed
             }
         };
@@ -280,7 +280,7 @@ impl Unit {
                 said.started = Some([walk_blocks, size_bytes, data_bytes, resumed_blocks]);
                 said.trouble.clear();
             }),
-            SendEvent::Reconnecting { error, .. } => unit.say(|said| said.trouble = error),
+            SendEvent::Reconnecting { error, .. } => unit.say(|said| said.trouble(&error)),
             _ => {}
         });
         let lane = SendLane {
@@ -301,7 +301,7 @@ impl Unit {
             if began.elapsed() > options.give_up_after {
                 return Err(trouble);
             }
-            self.say(|said| said.trouble = trouble.to_string());
+            self.say(|said| said.trouble(&trouble.to_string()));
             tokio::select! {
                 () = sleep(LOOK_EVERY) => {}
                 () = stopped(&mut halt) => return Err(TeleportError::Stopped),
@@ -316,7 +316,7 @@ impl Unit {
         options.route = Arc::default();
         if let Some((name, addresses)) = choose(&nodes.unwrap_or_default(), self.taken.nodes) {
             options.addresses = addresses;
-            self.say(|said| said.to = name);
+            self.say(|said| said.go_to(&name));
         }
     }
 }

@@ -12,6 +12,9 @@ pub const MAX_UNITS: usize = 256;
 /// Upper bound on the bytes that are kept of a job and of each of its units.
 pub const MAX_ORDER_BYTES: usize = 1 << 20;
 
+/// Upper bound on the bytes that a node tells of a unit.
+pub const MAX_SAID_BYTES: usize = 16 << 10;
+
 /// How long a job goes on after the process that waits for it has last asked.
 pub const JOB_TERM: Duration = Duration::from_secs(60);
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use drover_core::{Digest, ImageName};
 use drover_net::service::{Request, call};
 use drover_net::{Backoff, Code, random_id};
+use drover_store::nodes::MAX_NODES;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -17,6 +18,9 @@ use crate::TeleportError;
 use crate::flock::FlockInfo;
 use crate::progress::{Counters, ImageReport, WireTotals};
 use crate::services::{EndFlock, FlockItem, ListNodes, OpenFlock, SiteNode};
+
+/// Upper bound on the addresses of a node of the destination.
+const MAX_NODE_ADDRESSES: usize = 64;
 
 /// What is sent as a flock.
 #[derive(Debug, Clone)]
@@ -244,14 +248,26 @@ pub async fn send_of_flock(
 /// The nodes of the destination that take images; none if it is one process, or does not know.
 ///
 /// # Errors
-/// When it cannot be reached.
+/// When it cannot be reached, or names too many.
 pub async fn nodes_of(
     options: &SendOptions,
     wire: &WireTotals,
 ) -> Result<Vec<SiteNode>, TeleportError> {
     match ask(&ListNodes, options, wire).await {
         Err(TeleportError::Refused(refusal)) if refusal.code == Code::Unsupported => Ok(Vec::new()),
-        nodes => nodes,
+        nodes => may_be(nodes?),
+    }
+}
+
+/// Fails unless a site can have such nodes.
+fn may_be(nodes: Vec<SiteNode>) -> Result<Vec<SiteNode>, TeleportError> {
+    let fits = |node: &SiteNode| node.addresses.len() <= MAX_NODE_ADDRESSES;
+    match nodes.len() <= MAX_NODES && nodes.iter().all(fits) {
+        true => Ok(nodes),
+        false => {
+            let text = "the destination names too many nodes, or addresses of a node";
+            Err(TeleportError::Protocol(text.into()))
+        }
     }
 }
 
@@ -286,5 +302,28 @@ async fn ask_again<R: Request<Progress = ()>>(
             () = tokio::time::sleep(backoff.next_delay()) => {}
             _ = stop.wait_for(|stop| *stop) => return Err(TeleportError::Stopped),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_site_has_no_more_nodes_and_addresses_than_it_can() {
+        let site = |nodes, addresses| {
+            let node = SiteNode {
+                name: "n".into(),
+                addresses: vec!["192.0.2.1:1".into(); addresses],
+                transfers: 0,
+            };
+            may_be(vec![node; nodes])
+        };
+        assert_eq!(
+            site(MAX_NODES, MAX_NODE_ADDRESSES).unwrap().len(),
+            MAX_NODES
+        );
+        assert!(site(MAX_NODES + 1, 0).is_err());
+        assert!(site(1, MAX_NODE_ADDRESSES + 1).is_err());
     }
 }

@@ -9,7 +9,9 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use super::*;
 use crate::catalog::Catalog;
 use crate::catalog_error::CatalogError;
-use crate::nodes::{Holding, Joining, MAX_ORDER_BYTES, NodeState, Nodes, UnitState, Use};
+use crate::nodes::{
+    Holding, Joining, MAX_ORDER_BYTES, MAX_SAID_BYTES, NodeState, Nodes, UnitState, Use,
+};
 use crate::site_catalog::SiteCatalog;
 use crate::site_catalog::tests::{DAY, filled, image, peer};
 use crate::testing::PostgresServer;
@@ -505,6 +507,12 @@ fn units_of_work_are_taken_once_and_again_when_their_node_is_gone() {
     assert_eq!(tables[0].take_unit("t0", &[], &full).unwrap(), None);
     for nth in &taken[0] {
         let at = ("j", *nth);
+        let long = vec![0; MAX_SAID_BYTES + 1];
+        assert!(
+            tables[0]
+                .say_unit("t0", at, UnitState::Done, &long)
+                .is_err()
+        );
         assert!(
             tables[0]
                 .say_unit("t0", at, UnitState::Done, b"ok")

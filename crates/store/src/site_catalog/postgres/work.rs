@@ -7,7 +7,8 @@ use rusqlite::types::Value;
 use super::nodes::{ServerTable, must_be_in, number, rows_of, text, word};
 use crate::catalog_error::Result;
 use crate::nodes::{
-    JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_UNITS, TakenUnit, Unit, UnitInfo, UnitState,
+    JobInfo, MAX_JOBS, MAX_ORDER_BYTES, MAX_SAID_BYTES, MAX_UNITS, TakenUnit, Unit, UnitInfo,
+    UnitState,
 };
 use crate::site_catalog::table::RowError;
 
@@ -142,6 +143,10 @@ impl ServerTable {
         said: &[u8],
     ) -> Result<bool> {
         self.alone_with("telling of a unit of work", |open| {
+            if said.len() > MAX_SAID_BYTES {
+                let text = "what is told of an image that is sent is too long";
+                return Err(RowError::Conflict(text.into()));
+            }
             must_be_in(open, token)?;
             let key = vec![text(at.0), Value::Integer(at.1)];
             let sql = format!(
