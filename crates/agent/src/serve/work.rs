@@ -2,6 +2,7 @@
 //! and sends each to a node of the other site.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,8 +35,8 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 const IDLE_BYTES: u64 = 64 << 10;
 
 /// An image that this node sends.
-struct Unit {
-    node: Arc<Node>,
+struct Unit<N = Node> {
+    node: Arc<N>,
     taken: TakenUnit,
     /// How many images of the job this node sends at once.
     at_once: usize,
@@ -44,19 +45,27 @@ struct Unit {
     said: Mutex<UnitSaid>,
     counters: Arc<Counters>,
     wire: Arc<WireTotals>,
+    /// Bytes that were sent at the last look.
+    seen: AtomicU64,
 }
 
 /// The images that this node sends.
-#[derive(Default)]
-struct Doing {
-    units: Vec<Arc<Unit>>,
-    /// Bytes that they had sent at the last look.
-    sent: u64,
+struct Doing<N = Node> {
+    units: Vec<Arc<Unit<N>>>,
     /// Whether all of them wait, as for blocks that another node sends.
     idle: bool,
 }
 
-impl Doing {
+impl<N> Default for Doing<N> {
+    fn default() -> Self {
+        Doing {
+            units: Vec::new(),
+            idle: false,
+        }
+    }
+}
+
+impl<N> Doing<N> {
     fn places(&self) -> Vec<(String, i64)> {
         self.units.iter().map(|unit| unit.place()).collect()
     }
@@ -76,13 +85,16 @@ impl Doing {
 
     /// Looks whether anything was sent since the last time.
     fn look(&mut self) {
-        let sent: u64 = self.units.iter().map(|unit| unit.wire.sent()).sum();
-        let has_begun = |unit: &Arc<Unit>| unit.said().started.is_some();
-        self.idle = self.units.iter().all(has_begun) && sent < self.sent + IDLE_BYTES;
-        self.sent = sent;
+        let grown: u64 = self.units.iter().map(|unit| unit.grown()).sum();
+        let has_begun = |unit: &Arc<Unit<N>>| unit.said().started.is_some();
+        self.idle = self.units.iter().all(has_begun) && grown < IDLE_BYTES;
     }
 
-    fn add(&mut self, node: &Arc<Node>, taken: TakenUnit) -> Arc<Unit> {
+    fn end(&mut self, at: &(String, i64)) {
+        self.units.retain(|unit| unit.place() != *at);
+    }
+
+    fn add(&mut self, node: &Arc<N>, taken: TakenUnit) -> Arc<Unit<N>> {
         let order = JobOrder::decode(&taken.order).ok();
         let limit = order.as_ref().and_then(|order| order.limit);
         let mut same = self.units.iter().filter(|u| u.taken.job == taken.job);
@@ -98,6 +110,7 @@ impl Doing {
             said: Mutex::default(),
             counters: Arc::default(),
             wire: Arc::default(),
+            seen: AtomicU64::new(0),
         });
         self.units.push(Arc::clone(&unit));
         self.idle = false;
@@ -144,7 +157,7 @@ pub async fn work(server: Arc<Server>) {
             () = stopped(&mut stop) => break,
             _ = looks.tick() => doing.look(),
             Some(ended) = running.join_next() => match ended {
-                Ok(at) => doing.units.retain(|unit| unit.place() != at),
+                Ok(at) => doing.end(&at),
                 Err(e) => {
                     tracing::error!("an image is not sent any more: {e}");
                     // Which one is not known: those that are left are asked for again.
@@ -158,7 +171,7 @@ pub async fn work(server: Arc<Server>) {
     let _ = tokio::time::timeout(STOP_LIMIT, all).await;
 }
 
-impl Unit {
+impl<N> Unit<N> {
     fn place(&self) -> (String, i64) {
         (self.taken.job.clone(), self.taken.nth)
     }
@@ -171,6 +184,14 @@ impl Unit {
         change(&mut self.said());
     }
 
+    /// Bytes that were sent since this was asked for the last time.
+    fn grown(&self) -> u64 {
+        let sent = self.wire.sent();
+        sent.saturating_sub(self.seen.swap(sent, Ordering::Relaxed))
+    }
+}
+
+impl Unit {
     /// Tells the process that waits for it; false if this node is to stop.
     async fn tell(self: &Arc<Self>, state: UnitState) -> Result<bool> {
         let unit = Arc::clone(self);
@@ -371,5 +392,52 @@ mod tests {
         assert_eq!(to(&busy, 3, 2).unwrap(), "z");
         let (_, addresses) = choose(&two, (2, 1)).unwrap();
         assert_eq!(addresses, ["y:1", "y:2", "x:1", "x:2"]);
+    }
+
+    #[test]
+    fn an_image_that_ends_does_not_make_the_others_idle() {
+        let order = JobOrder {
+            flock: drover_core::ImageName::new("shop").unwrap(),
+            id: [3; 16],
+            peer: drover_net::PeerKey([4; 32]),
+            peer_name: "lyon".into(),
+            addresses: Vec::new(),
+            limit: None,
+            connections: None,
+            compress: None,
+            give_up_after: Duration::ZERO,
+            at_once: 2,
+        };
+        let taken = |nth| TakenUnit {
+            job: "j".into(),
+            order: order.encode(),
+            nth,
+            item: Vec::new(),
+            nodes: (1, 0),
+        };
+        let (mut doing, node) = (Doing::default(), Arc::new(()));
+        let begin = |doing: &mut Doing<()>, nth| {
+            let unit = doing.add(&node, taken(nth));
+            unit.say(|said| said.started = Some([0; 4]));
+            unit
+        };
+        let (long, other) = (begin(&mut doing, 0), begin(&mut doing, 1));
+        assert_eq!(doing.full(), ["j", "j"]);
+        long.wire.set_elsewhere(1 << 30, 0);
+        other.wire.set_elsewhere(1 << 20, 0);
+        doing.look();
+        assert!(!doing.idle);
+        doing.end(&long.place());
+        other.wire.set_elsewhere(2 << 20, 0);
+        doing.look();
+        assert!(!doing.idle, "the other goes on");
+        assert_eq!(doing.full(), [""; 0]);
+        begin(&mut doing, 2);
+        other.wire.set_elsewhere(3 << 20, 0);
+        doing.look();
+        assert_eq!(doing.full(), ["j", "j"]);
+        // While both wait, there may be more.
+        doing.look();
+        assert!(doing.idle && doing.full().is_empty());
     }
 }
