@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use drover_net::RateLimit;
+use drover_net::{MAX_ATTEMPTS, RateLimit};
 use drover_store::nodes::{TakenUnit, UnitState};
 use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 use drover_teleport::services::SiteNode;
@@ -33,6 +33,9 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 
 /// What a node sends in the time between two looks, in bytes, if it waits for others all the time.
 const IDLE_BYTES: u64 = 64 << 10;
+
+/// Upper bound on the addresses of the node that is chosen which are tried before one that is known to have worked.
+const MAX_OWN_FIRST: usize = 4;
 
 /// An image that this node sends.
 struct Unit<N = Node> {
@@ -276,6 +279,7 @@ impl Unit {
             .await
             .map_err(|e| TeleportError::Failed(e.to_string()))?;
         let item = item.map_err(failed)?;
+        let known = order.addresses.clone();
         let mut options = SendOptions {
             identity: server.identity.clone(),
             peer: order.peer,
@@ -311,7 +315,7 @@ impl Unit {
         tracing::info!(flock = %order.flock, image = %item.name, "sends an image of a flock");
         let (began, mut halt) = (Instant::now(), halted.clone());
         loop {
-            self.turn_to_node(&mut options).await;
+            self.turn_to_node(&known, &mut options).await;
             let (item, lane, wire) = (item.clone(), lane.clone(), Arc::clone(&self.wire));
             let sent = send_of_flock(order.id, item, &options, lane, wire, halted).await;
             let trouble = match sent {
@@ -331,11 +335,14 @@ impl Unit {
     }
 
     /// Chooses the node of the other site.
-    async fn turn_to_node(&self, options: &mut SendOptions) {
-        // Without an answer, the addresses that are known are tried.
+    async fn turn_to_node(&self, known: &[String], options: &mut SendOptions) {
+        // What the nodes say of themselves need not be reachable from here: what is known stays, and is asked first.
+        options.addresses = distinct(known.iter().chain(&options.addresses));
+        options.route = Arc::default();
         let nodes = nodes_of(options, &WireTotals::default()).await;
         options.route = Arc::default();
-        if let Some((name, addresses)) = choose(&nodes.unwrap_or_default(), self.taken.nodes) {
+        let nodes = nodes.unwrap_or_default();
+        if let Some((name, addresses)) = choose(&nodes, self.taken.nodes, known) {
             options.addresses = addresses;
             self.say(|said| said.go_to(&name));
         }
@@ -354,10 +361,27 @@ fn must_be_in(images: &Path, item: &SendItem) -> Result<()> {
     }
 }
 
-/// The node that an image is sent to, and all addresses, its own first: the one that receives the least, and of several such ones the
-/// one whose place is that of this node among its own.
-fn choose(nodes: &[SiteNode], (of, own): (usize, usize)) -> Option<(String, Vec<String>)> {
+/// These addresses, each once; no more than are tried.
+fn distinct<'a>(addresses: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let mut out: Vec<String> = Vec::new();
+    for address in addresses {
+        if out.len() < MAX_ATTEMPTS && !out.contains(address) {
+            out.push(address.clone());
+        }
+    }
+    out
+}
+
+/// The node that an image is sent to, and where: the one that receives the least, and of several such ones the one whose place is that
+/// of this node among its own. Its own addresses come first, one that is known from before after some of them, those of other nodes
+/// last.
+fn choose(
+    nodes: &[SiteNode],
+    (of, own): (usize, usize),
+    known: &[String],
+) -> Option<(String, Vec<String>)> {
     let turn = own.checked_rem(of.max(1))?;
+    let nodes = Vec::from_iter(nodes.iter().filter(|node| !node.addresses.is_empty()));
     let from_turn = |n: usize| (n + nodes.len() - turn % nodes.len()) % nodes.len();
     let (best, node) = nodes
         .iter()
@@ -365,8 +389,12 @@ fn choose(nodes: &[SiteNode], (of, own): (usize, usize)) -> Option<(String, Vec<
         .min_by_key(|(n, node)| (node.transfers, from_turn(*n)))?;
     let others = nodes.iter().enumerate().filter(|(n, _)| *n != best);
     let others = others.flat_map(|(_, node)| &node.addresses);
-    let all = node.addresses.iter().chain(others).cloned().collect();
-    Some((node.name.clone(), all))
+    let (first, rest) = node
+        .addresses
+        .split_at(node.addresses.len().min(MAX_OWN_FIRST));
+    let (best_known, known) = known.split_at(known.len().min(1));
+    let own = first.iter().chain(best_known).chain(rest);
+    Some((node.name.clone(), distinct(own.chain(known).chain(others))))
 }
 
 #[cfg(test)]
@@ -380,7 +408,7 @@ mod tests {
             addresses: vec![format!("{name}:1"), format!("{name}:2")],
             transfers,
         };
-        let to = |nodes: &[SiteNode], of, own| choose(nodes, (of, own)).map(|(name, _)| name);
+        let to = |nodes: &[SiteNode], of, own| choose(nodes, (of, own), &[]).map(|(name, _)| name);
         assert_eq!(to(&[], 2, 0), None);
         let two = [node("x", 0), node("y", 0)];
         assert_eq!(to(&two, 2, 0).unwrap(), "x");
@@ -390,8 +418,29 @@ mod tests {
         let busy = [node("x", 3), node("y", 1), node("z", 1)];
         assert_eq!(to(&busy, 2, 0).unwrap(), "y");
         assert_eq!(to(&busy, 3, 2).unwrap(), "z");
-        let (_, addresses) = choose(&two, (2, 1)).unwrap();
+        let (_, addresses) = choose(&two, (2, 1), &[]).unwrap();
         assert_eq!(addresses, ["y:1", "y:2", "x:1", "x:2"]);
+    }
+
+    #[test]
+    fn addresses_that_are_known_to_work_are_kept() {
+        let node = |name: &str, count: usize| SiteNode {
+            name: name.into(),
+            addresses: (0..count).map(|n| format!("{name}:{n}")).collect(),
+            transfers: 0,
+        };
+        let known = ["outside:1", "x:0", "outside:2"].map(String::from);
+        // One without addresses cannot be reached.
+        let nodes = [node("w", 0), node("x", 6), node("y", 20)];
+        let (name, addresses) = choose(&nodes, (2, 0), &known).unwrap();
+        assert_eq!(name, "x");
+        let expected = "x:0 x:1 x:2 x:3 outside:1 x:4 x:5 outside:2 y:0";
+        assert_eq!(addresses[..9], Vec::from_iter(expected.split(' ')));
+        assert_eq!(addresses.len(), MAX_ATTEMPTS);
+        assert_eq!(choose(&nodes[..1], (2, 0), &known), None);
+        // All of the addresses of a large node leave room for one that is known.
+        let (_, addresses) = choose(&nodes[2..], (2, 0), &known).unwrap();
+        assert!(addresses.contains(&known[0]), "{addresses:?}");
     }
 
     #[test]
