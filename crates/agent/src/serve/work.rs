@@ -12,8 +12,8 @@ use drover_teleport::progress::{Counters, SendEvent, WireTotals};
 use drover_teleport::services::SiteNode;
 use drover_teleport::{SendItem, SendLane, SendOptions, TeleportError, nodes_of, send_of_flock};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::task::{JoinError, JoinHandle, JoinSet};
+use tokio::time::{MissedTickBehavior, sleep};
 
 use super::server::{Duty, Server};
 use crate::error::{Error, Result, one_line};
@@ -220,19 +220,31 @@ impl Unit {
         tokio::pin!(sending);
         let mut stop = server.stop.clone();
         let mut looks = tokio::time::interval(LOOK_EVERY);
+        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // It goes on being sent while the database is slow to be told.
+        let mut told: Option<JoinHandle<Result<bool>>> = None;
         let sent = loop {
             tokio::select! {
                 sent = &mut sending => break sent,
                 () = stopped(&mut stop), if !*halt.borrow() => drop(halt.send_replace(true)),
-                _ = looks.tick() => {
-                    let goes_on = unit.tell(UnitState::Taken).await;
-                    let is_over = goes_on.is_ok_and(|goes_on| !goes_on);
-                    if is_over || !unit.node.holds() {
+                Some(goes_on) = until(&mut told) => {
+                    told = None;
+                    if goes_on.is_ok_and(|goes_on| goes_on.is_ok_and(|goes_on| !goes_on)) {
                         halt.send_replace(true);
+                    }
+                }
+                _ = looks.tick() => {
+                    if !unit.node.holds() {
+                        halt.send_replace(true);
+                    } else if told.is_none() {
+                        let unit = Arc::clone(unit);
+                        told = Some(tokio::spawn(async move { unit.tell(UnitState::Taken).await }));
                     }
                 }
             }
         };
+        // Before the end is told.
+        until(&mut told).await;
         let state = match sent {
             Err(TeleportError::Stopped) => UnitState::Waiting,
             Ok(report) => {
@@ -346,6 +358,14 @@ impl Unit {
             options.addresses = addresses;
             self.say(|said| said.go_to(&name));
         }
+    }
+}
+
+/// Waits for what runs, if anything does. Cancel safe.
+async fn until<T>(running: &mut Option<JoinHandle<T>>) -> Option<Result<T, JoinError>> {
+    match running {
+        Some(running) => Some(running.await),
+        None => None,
     }
 }
 
