@@ -19,6 +19,9 @@ const SILENT: Duration = Duration::from_secs(5);
 /// How long it is known which nodes there are.
 const KNOWN: Duration = Duration::from_secs(2);
 
+/// How long the database is not asked for them again once it did not answer.
+const AWAY: Duration = Duration::from_secs(30);
+
 /// A node: its name, and where it is reached.
 type Sibling = (String, Vec<String>);
 
@@ -26,6 +29,7 @@ type Sibling = (String, Vec<String>);
 pub(super) struct Siblings {
     identity: Option<Identity>,
     runtime: Option<Handle>,
+    /// Until when they are known, and they.
     known: Mutex<(Option<Instant>, Vec<Sibling>)>,
     silent: Mutex<HashMap<String, Instant>>,
 }
@@ -43,19 +47,29 @@ impl Siblings {
 
     /// The nodes that serve, this one among them, in the order of their names. While the database is away, those that did.
     fn all(&self, nodes: &Nodes) -> Vec<Sibling> {
-        let mut known = self.known.lock();
-        if known.0.is_none_or(|looked| looked.elapsed() > KNOWN) {
-            match nodes.list() {
-                Ok(listed) => {
-                    let serving = listed.into_iter();
-                    let serving = serving.filter(|node| node.row.state == NodeState::Serving);
-                    known.1 = serving
-                        .map(|node| (node.name, node.row.addresses))
-                        .collect();
-                }
-                Err(e) => tracing::debug!("the nodes of this site are not known now: {e}"),
+        {
+            let mut known = self.known.lock();
+            if known.0.is_some_and(|until| Instant::now() < until) {
+                return known.1.clone();
             }
-            known.0 = Some(Instant::now());
+            // Nobody waits while one asks: the others have those of before.
+            known.0 = Some(Instant::now() + AWAY);
+        }
+        let listed = nodes.list();
+        let mut known = self.known.lock();
+        match listed {
+            Ok(listed) => {
+                let serving = listed.into_iter();
+                let serving = serving.filter(|node| node.row.state == NodeState::Serving);
+                known.1 = serving
+                    .map(|node| (node.name, node.row.addresses))
+                    .collect();
+                known.0 = Some(Instant::now() + KNOWN);
+            }
+            Err(e) => {
+                tracing::debug!("the nodes of this site are not known now: {e}");
+                known.0 = Some(Instant::now() + AWAY);
+            }
         }
         known.1.clone()
     }
