@@ -468,8 +468,8 @@ impl Sender {
                             pool.sample(&runs);
                         }
                     }
-                    Action::Give(want) => giver.give(&want),
-                    Action::GiveQueued(want) => giver.hurry(&want, pool.take_back(&want.runs)),
+                    Action::Give(want) => giver.give(&want)?,
+                    Action::GiveQueued(want) => giver.hurry(&want, pool.take_back(&want.runs))?,
                     Action::End(digest) => {
                         let image = image.clone();
                         let same =

@@ -3,10 +3,14 @@
 
 use std::collections::VecDeque;
 
+use super::Violation;
 use crate::codec::{Runs, Want};
 use crate::protocol::GIVEN_BLOCKS;
 
-/// The blocks that are to be given and have not been. Bounded as all requests of the destination are.
+/// Upper bound on the runs of blocks that wait to be given: 4 MiB. A destination wants a few thousand at once.
+pub const MAX_GIVES: usize = 1 << 18;
+
+/// The blocks that are to be given and have not been; at most about [`MAX_GIVES`] runs.
 #[derive(Debug, Default)]
 pub struct Gives {
     /// A machine waits for them.
@@ -16,16 +20,28 @@ pub struct Gives {
 
 impl Gives {
     /// Adds blocks.
-    pub fn give(&mut self, want: &Want) {
+    ///
+    /// # Errors
+    /// When too many wait already.
+    pub fn give(&mut self, want: &Want) -> Result<(), Violation> {
+        if self.waited.len() + self.others.len() > MAX_GIVES {
+            return Err(Violation(format!(
+                "the destination wants more than {MAX_GIVES} runs of blocks at once"
+            )));
+        }
         match want.waited {
             true => self.waited.extend(want.runs.iter()),
             false => self.others.extend(want.runs.iter()),
         }
+        Ok(())
     }
 
     /// Has blocks that were asked for before come as soon as `want` says. `back` are those of them that were queued elsewhere,
     /// and are not any more.
-    pub fn hurry(&mut self, want: &Want, back: Runs) {
+    ///
+    /// # Errors
+    /// As for [`Gives::give`].
+    pub fn hurry(&mut self, want: &Want, back: Runs) -> Result<(), Violation> {
         if want.waited {
             let here: Runs = take_out(&mut self.others, &want.runs).into_iter().collect();
             self.waited.extend(here.iter());
@@ -33,7 +49,7 @@ impl Gives {
         self.give(&Want {
             waited: want.waited,
             runs: back,
-        });
+        })
     }
 
     /// Whether there are none.
@@ -69,10 +85,14 @@ impl Gives {
 /// Takes those of some blocks out of a queue that are in it, however often; returns them, each once and in ascending order.
 pub fn take_out(queue: &mut VecDeque<(u64, u64)>, wanted: &Runs) -> Vec<u64> {
     let mut taken = Vec::new();
+    let wanted: Vec<(u64, u64)> = wanted.iter().collect();
     for (first, count) in std::mem::take(queue) {
         let mut at = first;
-        let inside = |(f, n): (u64, u64)| (f.max(first), (f + n).min(first + count));
-        let found = wanted.iter().map(inside).filter(|(from, to)| from < to);
+        let inside = |(f, n): &(u64, u64)| (*f.max(&first), (f + n).min(first + count));
+        // They ascend.
+        let begin = wanted.partition_point(|(f, n)| f + n <= first);
+        let found = wanted[begin..].iter().map(inside);
+        let found = found.take_while(|(from, to)| from < to);
         for (from, to) in found {
             if from > at {
                 queue.push_back((at, from - at));
@@ -114,19 +134,37 @@ mod tests {
     fn what_a_machine_waits_for_overtakes_a_thousand_others() {
         let background: Range<u64> = 5000..6024;
         let mut gives = Gives::default();
-        gives.give(&want(false, background.clone()));
+        gives.give(&want(false, background.clone())).unwrap();
         assert_eq!(next(&mut gives), Vec::from_iter(5000..5016));
         // Not asked for before, queued at the data connections, and among the others.
-        gives.give(&want(true, [7, 8]));
-        gives.hurry(&want(true, [9000, 9001]), [9001].into_iter().collect());
-        gives.hurry(&want(true, [5000, 5700, 5701, 9001]), Runs::default());
+        gives.give(&want(true, [7, 8])).unwrap();
+        let hurry = |gives: &mut Gives, want: Want, back: &[u64]| {
+            gives.hurry(&want, back.iter().copied().collect()).unwrap();
+        };
+        hurry(&mut gives, want(true, [9000, 9001]), &[9001]);
+        hurry(&mut gives, want(true, [5000, 5700, 5701, 9001]), &[]);
         assert_eq!(next(&mut gives), [7, 8, 9001]);
         assert_eq!(next(&mut gives), [5700, 5701]);
         // The others go on, without those, and what is in no hurry comes behind them.
-        gives.hurry(&want(false, [3, 5900]), [3].into_iter().collect());
+        hurry(&mut gives, want(false, [3, 5900]), &[3]);
         let rest = background.filter(|b| *b >= 5016 && ![5700, 5701].contains(b));
         assert_eq!(all(&mut gives), Vec::from_iter(rest.chain([3])));
         assert!(gives.is_empty() && gives.next().is_none());
+    }
+
+    #[test]
+    fn what_is_not_given_is_bounded() {
+        let apart = |waited| want(waited, (0..4096).map(|n| 2 * n));
+        let mut gives = Gives::default();
+        let asked = (0..1000).take_while(|n| gives.give(&apart(n % 2 == 0)).is_ok());
+        assert!(asked.count() >= MAX_GIVES / 4096);
+        let kept = gives.waited.len() + gives.others.len();
+        assert!(kept <= MAX_GIVES + 4096, "{kept}");
+        let back = apart(true).runs;
+        assert!(gives.hurry(&want(true, [1]), back).is_err());
+        // Once some were given, there is room again.
+        (0..2000).for_each(|_| drop(gives.next()));
+        gives.give(&apart(true)).unwrap();
     }
 
     #[test]

@@ -402,7 +402,7 @@ impl World {
                 source::Action::Skip(_) => unreachable!("it is not told what to skip"),
                 source::Action::Give(want) => {
                     s.note_to_give(want.waited, want.runs.blocks());
-                    s.gives.give(&want);
+                    s.gives.give(&want).unwrap();
                 }
                 source::Action::GiveQueued(want) => {
                     let hurried: HashSet<u64> = want.runs.blocks().collect();

@@ -18,7 +18,7 @@ use crate::frames::frame_bytes;
 use crate::progress::Counters;
 use crate::protocol::{GIVEN_BLOCKS, kind};
 use crate::session::literals_out::NeedQueue;
-use crate::source::Gives;
+use crate::source::{Gives, Violation};
 use crate::walk::read_image;
 
 /// How they are compressed: each frame is short, and somebody waits for it.
@@ -90,21 +90,24 @@ impl Giver {
     }
 
     /// Sends these blocks. Must be called within a runtime.
-    pub fn give(&self, want: &Want) {
-        self.change(|gives| gives.give(want));
+    pub fn give(&self, want: &Want) -> Result<(), Violation> {
+        self.change(|gives| gives.give(want))
     }
 
     /// Sends those of these blocks sooner that it is to send, and `back`, which were to be sent otherwise. Must be called within a
     /// runtime.
-    pub fn hurry(&self, want: &Want, back: Runs) {
-        self.change(|gives| gives.hurry(want, back));
+    pub fn hurry(&self, want: &Want, back: Runs) -> Result<(), Violation> {
+        self.change(|gives| gives.hurry(want, back))
     }
 
-    fn change(&self, change: impl FnOnce(&mut Gives)) {
+    fn change(
+        &self,
+        change: impl FnOnce(&mut Gives) -> Result<(), Violation>,
+    ) -> Result<(), Violation> {
         let mut state = self.queue.state.lock();
-        change(&mut state.gives);
+        change(&mut state.gives)?;
         if state.gives.is_empty() {
-            return;
+            return Ok(());
         }
         drop(state);
         self.queue.more.notify_one();
@@ -117,6 +120,7 @@ impl Giver {
                 }
             });
         }
+        Ok(())
     }
 
     /// Waits until it fails.

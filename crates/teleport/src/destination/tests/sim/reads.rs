@@ -77,6 +77,7 @@ impl Session {
             }
         }
         self.note_to_give(want.waited, back.iter().copied());
-        self.gives.hurry(want, back.into_iter().collect());
+        let back = back.into_iter().collect();
+        self.gives.hurry(want, back).unwrap();
     }
 }
