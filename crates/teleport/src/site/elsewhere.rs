@@ -17,7 +17,7 @@ use crate::flock::live::Flock;
 use crate::services::{ClaimBlocks, LookAt, Looked, Looks, MAX_LOOKED, MAX_SPANS};
 use crate::transfers::is_key;
 
-/// Upper bound on the images that are known to arrive at other nodes; more are not copied from.
+/// Upper bound on the images that are known to arrive at other nodes; the oldest are not copied from any more.
 const MAX_IMAGES: usize = 4096;
 
 /// Blocks that are in a file of another node.
@@ -95,12 +95,13 @@ impl Site {
                     continue;
                 };
                 let image = ImageId(*image);
-                if *node == own || self.note_elsewhere(image, node) {
-                    if !flock.has(image) {
-                        flock.begin(image);
-                    }
-                    found.insert(*nth, (image, CompactIndex(index)));
+                if *node != own {
+                    self.note_elsewhere(image, node);
                 }
+                if !flock.has(image) {
+                    flock.begin(image);
+                }
+                found.insert(*nth, (image, CompactIndex(index)));
             }
         }
         match found.is_empty() {
@@ -109,17 +110,15 @@ impl Site {
         }
     }
 
-    /// Notes which node receives an image; false if there are too many.
-    fn note_elsewhere(&self, image: ImageId, node: &str) -> bool {
+    /// Notes which node receives an image.
+    fn note_elsewhere(&self, image: ImageId, node: &str) {
         let mut images = self.elsewhere.images.lock();
-        if images.len() >= MAX_IMAGES {
+        let is_full = images.len() >= MAX_IMAGES && !images.contains_key(&image);
+        if is_full {
             images.retain(|image, _| !self.images.knows(*image));
+            make_room(&mut images);
         }
-        let fits = images.len() < MAX_IMAGES || images.contains_key(&image);
-        if fits {
-            images.insert(image, node.to_owned());
-        }
-        fits
+        images.insert(image, node.to_owned());
     }
 
     /// How this node reaches blocks of an image: as [`Site::reach`], but those that another node may have are coming.
@@ -241,6 +240,15 @@ impl Site {
     }
 }
 
+/// Forgets the oldest images until one more fits: numbers ascend. Some have failed, which nobody tells.
+fn make_room(images: &mut HashMap<ImageId, String>) {
+    while images.len() >= MAX_IMAGES
+        && let Some(oldest) = images.keys().min().copied()
+    {
+        images.remove(&oldest);
+    }
+}
+
 /// Splits literal runs where blocks of other images were found.
 fn split(runs: &[Run], found: &HashMap<usize, (ImageId, CompactIndex)>) -> Vec<Run> {
     let mut out: Vec<Run> = Vec::with_capacity(runs.len() + 8);
@@ -283,6 +291,17 @@ fn split(runs: &[Run], found: &HashMap<usize, (ImageId, CompactIndex)>) -> Vec<R
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_oldest_images_make_room() {
+        let all = 5..5 + MAX_IMAGES as u64;
+        let mut images: HashMap<_, _> = all.map(|n| (ImageId(n), String::new())).collect();
+        make_room(&mut images);
+        assert_eq!(images.len(), MAX_IMAGES - 1);
+        assert!(!images.contains_key(&ImageId(5)) && images.contains_key(&ImageId(6)));
+        make_room(&mut images);
+        assert_eq!(images.len(), MAX_IMAGES - 1);
+    }
 
     #[test]
     fn literal_runs_are_split_where_blocks_were_found() {
