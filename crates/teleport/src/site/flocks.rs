@@ -392,37 +392,48 @@ impl Site {
         };
         let flock = self.flocks.find(peer, &end.id).ok_or_else(unknown)?;
         let mut record = self.flocks.record(&flock).ok_or_else(unknown)?;
-        for nth in &end.failed {
-            let image = usize::try_from(*nth)
-                .ok()
-                .and_then(|nth| record.images.get_mut(nth));
-            if let Some(image) = image {
-                image.state = ImageState::Failed;
-            }
-        }
-        let missing = record.images.iter().find(|image| {
-            !matches!(
-                image.state,
-                ImageState::Arrived | ImageState::Delivered | ImageState::Unchanged
-            )
-        });
-        match (missing, flock.atomic) {
-            (None, false) => record.state = FlockState::Delivered,
-            (None, true) => {
+        if flock.atomic {
+            if fail_missing(&mut record, end) {
                 self.name_all(&flock, &mut record, || true)?;
             }
-            (Some(image), _) => {
-                let why = match end.why.is_empty() {
-                    true => format!("{} has not arrived", image.name),
-                    false => end.why.clone(),
-                };
-                record.fail(&why);
-            }
+            let ended = record.clone();
+            self.change_flock(&flock, |known| *known = ended)?;
+        } else {
+            // Another node may have changed it since, or ended it.
+            self.change_flock(&flock, |known| {
+                if !known.is_over() && fail_missing(known, end) {
+                    known.state = FlockState::Delivered;
+                }
+                record = known.clone();
+            })?;
         }
-        let ended = record.clone();
-        self.change_flock(&flock, |known| *known = ended)?;
         Ok(self.flock_info(&key, record))
     }
+}
+
+/// Notes which images could not be sent. Without one that has not arrived it is true; else the flock has failed.
+fn fail_missing(record: &mut FlockRecord, end: &EndFlock) -> bool {
+    for nth in &end.failed {
+        let image = usize::try_from(*nth)
+            .ok()
+            .and_then(|nth| record.images.get_mut(nth));
+        if let Some(image) = image {
+            image.state = ImageState::Failed;
+        }
+    }
+    let missing = record.images.iter().find(|image| {
+        !matches!(
+            image.state,
+            ImageState::Arrived | ImageState::Delivered | ImageState::Unchanged
+        )
+    });
+    let Some(image) = missing else { return true };
+    let why = match end.why.is_empty() {
+        true => format!("{} has not arrived", image.name),
+        false => end.why.clone(),
+    };
+    record.fail(&why);
+    false
 }
 
 fn unknown() -> TeleportError {

@@ -4,7 +4,7 @@
 //!
 //! An atomic flock is received by one node, whose work directory has its record.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ impl Site {
         let name = name.map_err(|e| TeleportError::Failed(e.to_string()))?;
         let changing = self.lock_among(&self.flocks.changing, &name, false)?;
         if let Some(record) = read_one(&self.flock_path(key, false))? {
-            self.learn_flock(key, record);
+            self.learn_flock(&mut self.flocks.known.lock(), key, record);
         }
         Ok(Some(changing))
     }
@@ -88,15 +88,16 @@ impl Site {
         let Some(dir) = self.shared_flocks() else {
             return Ok(());
         };
+        // Until all are learned: what another thread writes meanwhile is not put back.
+        let mut known = self.flocks.known.lock();
         let (found, _) = read_all(dir.parent().unwrap_or(&dir))?;
         let mut there = HashSet::new();
         for (path, record) in found {
             if let Some(key) = path.file_name().and_then(|name| name.to_str()) {
                 there.insert(key.to_owned());
-                self.learn_flock(key, record);
+                self.learn_flock(&mut known, key, record);
             }
         }
-        let mut known = self.flocks.known.lock();
         let mut live = self.flocks.live.write();
         known.retain(|key, record| {
             let stays = record.atomic || there.contains(key);
@@ -109,8 +110,12 @@ impl Site {
     }
 
     /// What the record of a flock says that another node may have changed.
-    fn learn_flock(&self, key: &str, record: FlockRecord) {
-        let mut known = self.flocks.known.lock();
+    fn learn_flock(
+        &self,
+        known: &mut HashMap<String, FlockRecord>,
+        key: &str,
+        record: FlockRecord,
+    ) {
         let mut live = self.flocks.live.write();
         let flock = live.iter().find(|f| f.key == key && f.id == record.id);
         match (flock, record.state) {
