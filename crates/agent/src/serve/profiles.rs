@@ -37,7 +37,13 @@ impl Handler<PutProfile> for OfSite {
                 let added = tokio::task::spawn_blocking(move || arriving.add_boot(&image, &reads));
                 match added.await.map_err(failed)?? {
                     Some(put) => return Ok(put),
-                    None => return self.put(exchange.caller(), name, boot).await.map_err(|_| e),
+                    None => {
+                        let put = self.put(exchange.caller(), name, boot).await;
+                        return put.map_err(|other| match other.code {
+                            Code::NotFound => e,
+                            _ => other,
+                        });
+                    }
                 }
             }
             record => record?,
