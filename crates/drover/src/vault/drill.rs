@@ -1,6 +1,8 @@
 //! `drover vault drill`: that snapshots can be restored, and machines started from them.
 
+use std::fs;
 use std::io::Read;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -26,9 +28,16 @@ struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(below: Option<&Path>) -> Result<Scratch> {
+        if let Some(below) = below {
+            fs::create_dir_all(below)
+                .with_context(|| format!("cannot create {}", below.display()))?;
+        }
         let below = below.map_or_else(std::env::temp_dir, Path::to_path_buf);
-        let path = below.join(format!("drover-drill-{}", std::process::id()));
-        drover_storage::make_private_dir(&path)
+        let path = below.join(format!("drover-drill-{}", SessionId::random()));
+        // One that is there already is somebody else's, or leads elsewhere.
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&path)
             .with_context(|| format!("cannot create {}", path.display()))?;
         Ok(Scratch(path))
     }
@@ -36,7 +45,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -140,7 +149,7 @@ fn one(vault: &Vault, entry: &Entry, scratch: &Scratch, args: &VaultDrillArgs) -
             true => boot(&path, &entry.record.format, args).map(Some),
             false => Ok(None),
         });
-    let _ = std::fs::remove_file(&path);
+    let _ = fs::remove_file(&path);
     Ok(Shown {
         restore: took,
         boot: booted?,
@@ -296,5 +305,28 @@ fn wait_for(
                 text(&errors)
             ),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scratch_directory_is_new_and_nobody_elses() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let below = dir.path().join("a/b");
+        let (one, other) = (
+            Scratch::new(Some(&below)).unwrap(),
+            Scratch::new(Some(&below)).unwrap(),
+        );
+        assert_ne!(one.0, other.0);
+        assert_eq!(
+            fs::metadata(&one.0).unwrap().permissions().mode() & 0o777,
+            0o700
+        );
+        drop((one, other));
+        assert_eq!(fs::read_dir(&below).unwrap().count(), 0);
     }
 }
