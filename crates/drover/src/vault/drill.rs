@@ -5,12 +5,14 @@ use std::io::Read;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use drover_agent::error::Error;
 use drover_agent::text::{bytes, clean, count};
+use drover_image::ImageFile;
 use drover_vault::{Entry, SessionId, Vault};
 use serde_json::json;
 
@@ -146,7 +148,7 @@ fn one(vault: &Vault, entry: &Entry, scratch: &Scratch, args: &VaultDrillArgs) -
     let booted = done
         .map_err(anyhow::Error::from)
         .and_then(|()| match args.boot {
-            true => boot(&path, &entry.record.format, args).map(Some),
+            true => boot(&path, args).map(Some),
             false => Ok(None),
         });
     let _ = fs::remove_file(&path);
@@ -196,13 +198,27 @@ impl Drop for Machine {
     }
 }
 
-/// Starts a machine from a disk, which it does not change, until its serial console has the text that is expected.
-fn boot(disk: &Path, format: &str, args: &VaultDrillArgs) -> Result<Duration> {
-    let format = match format {
+/// The format that QEMU reads a disk as: the one that its content has, whatever is recorded. An image that names other files is
+/// refused: whoever wrote it would choose what QEMU opens on this host.
+fn format_of(disk: &Path) -> Result<&'static str> {
+    let file = ImageFile::open(disk).context("cannot open what was restored")?;
+    let parsed = drover_image::parse(Arc::new(file))
+        .map_err(|error| anyhow!("restored, but not started: {error}"))?;
+    if let Some(name) = parsed.companions.iter().chain(&parsed.backing).next() {
+        bail!(
+            "restored, but not started: the image names another file, {name:?}, and a drill opens none but its own"
+        );
+    }
+    Ok(match parsed.format.as_str() {
         "vhd" => "vpc",
         known @ ("qcow2" | "vmdk" | "vhdx" | "vdi") => known,
         _ => "raw",
-    };
+    })
+}
+
+/// Starts a machine from a disk, which it does not change, until its serial console has the text that is expected.
+fn boot(disk: &Path, args: &VaultDrillArgs) -> Result<Duration> {
+    let format = format_of(disk)?;
     // A comma ends a value unless it is doubled.
     let file = disk.display().to_string().replace(',', ",,");
     let drive = format!(
@@ -311,6 +327,32 @@ fn wait_for(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_that_names_another_file_is_not_started() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        fs::write(&path, vec![7; 1 << 20]).unwrap();
+        assert_eq!(format_of(&path).unwrap(), "raw");
+        let disk = Arc::new(ImageFile::open(&path).unwrap());
+        let whole = 0..1 << 20;
+        let image = drover_image::qcow2_of(disk, std::slice::from_ref(&whole)).unwrap();
+        let mut bytes = vec![0; image.len() as usize];
+        image.read_exact_at(&mut bytes, 0).unwrap();
+        fs::write(dir.path().join("alone"), &bytes).unwrap();
+        assert_eq!(format_of(&dir.path().join("alone")).unwrap(), "qcow2");
+        // Where in the header the name is, and how long.
+        let name = b"/etc/shadow";
+        bytes[8..16].copy_from_slice(&1024u64.to_be_bytes());
+        bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+        bytes[1024..1024 + name.len()].copy_from_slice(name);
+        fs::write(dir.path().join("over"), &bytes).unwrap();
+        let error = format_of(&dir.path().join("over")).unwrap_err().to_string();
+        assert!(
+            error.contains("names another file, \"/etc/shadow\""),
+            "{error}"
+        );
+    }
 
     #[test]
     fn a_scratch_directory_is_new_and_nobody_elses() {
