@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -103,6 +103,8 @@ struct Queue {
     fetches: VecDeque<Chunks>,
     /// Runs that are being read: requests for their chunks wait for that.
     reading: Vec<Chunks>,
+    /// Threads that read the device, which may take minutes. Once it is closed, none begins.
+    inside: Vec<ThreadId>,
     /// Threads inside [`Local::next`].
     handing: usize,
     /// Threads that fetch in the background: one is always left for readers who wait.
@@ -169,6 +171,7 @@ impl LocalRemote {
             queue: Mutex::new(Queue {
                 fetches: VecDeque::new(),
                 reading: Vec::new(),
+                inside: Vec::new(),
                 handing: 0,
                 background: 0,
                 jobs: VecDeque::new(),
@@ -250,13 +253,15 @@ impl LocalRemote {
         }
     }
 
+    /// Waits for no thread that reads: it only keeps the device open until then.
     fn stop(&self) {
-        let (jobs, fetches) = {
+        let (jobs, fetches, inside) = {
             let mut queue = self.inner.queue.lock();
             queue.closed = true;
             (
                 std::mem::take(&mut queue.jobs),
                 std::mem::take(&mut queue.fetches),
+                queue.inside.clone(),
             )
         };
         self.inner.changed.notify_all();
@@ -269,7 +274,8 @@ impl LocalRemote {
             }
         }
         for thread in std::mem::take(&mut *self.threads.lock()) {
-            if thread.thread().id() != std::thread::current().id() {
+            let id = thread.thread().id();
+            if id != std::thread::current().id() && !inside.contains(&id) {
                 let _ = thread.join();
             }
         }
@@ -404,7 +410,7 @@ impl Inner {
         while first < chunks.end() {
             let count = step.min(chunks.end() - first) as u32;
             let part = Chunks { first, count };
-            let result = self.read(part);
+            let result = self.unless_closed(|| self.read(part));
             // Before the reply: requests from then on are read again.
             self.queue.lock().was_read(part);
             let Some(local) = self.local() else { break };
@@ -415,6 +421,24 @@ impl Inner {
             first = part.end();
         }
         self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Reads the device, unless it is closed.
+    fn unless_closed<T>(
+        &self,
+        read: impl FnOnce() -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let id = std::thread::current().id();
+        {
+            let mut queue = self.queue.lock();
+            if queue.closed {
+                return Err(DeviceError::Closed);
+            }
+            queue.inside.push(id);
+        }
+        let result = read();
+        self.queue.lock().inside.retain(|other| *other != id);
+        result
     }
 
     fn read(&self, chunks: Chunks) -> Result<Vec<Fetched>, DeviceError> {
@@ -444,7 +468,9 @@ impl Inner {
     /// `link` is the link of the request: a reply never uses another.
     fn run(&self, job: Job, link: u64) {
         match job {
-            Job::Presence(chunks, done) => done(self.presence(chunks)),
+            Job::Presence(chunks, done) => {
+                done(self.unless_closed(|| self.presence(chunks)));
+            }
             Job::Push(epoch, changes, done) => {
                 let bytes: u64 = changes.iter().map(Change::covers).sum();
                 let result = self.committer.push(epoch, &changes);
@@ -590,6 +616,7 @@ mod tests {
 
     use super::*;
     use crate::backend::MemoryDevice;
+    use crate::stage::{Entry, Gate, Gated, Request};
 
     /// Processes a link failure late: after the report that the link is up, or after a while.
     struct Late {
@@ -644,5 +671,74 @@ mod tests {
             matches!(noted[..], [Link::Down(_), Link::Up(_)]),
             "{noted:?}"
         );
+    }
+
+    /// A device whose reads begin, and end when the test says so.
+    struct Dead {
+        begun: Sender<()>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl Gate for Dead {
+        type Pass<'a> = ();
+
+        fn enter(&self, _: &Request) -> Result<Entry<()>, DeviceError> {
+            let _ = self.begun.send(());
+            let _ = self.go.lock().recv_timeout(Duration::from_secs(60));
+            Ok(Entry::Pass(()))
+        }
+
+        fn leave(&self, (): ()) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn cost(&self, inner: drover_core::Cost) -> drover_core::Cost {
+            inner
+        }
+    }
+
+    struct Failures(Mutex<Sender<(u32, DeviceError)>>);
+
+    impl Local for Failures {
+        fn arrived(&self, _: Vec<Fetched>) {}
+
+        fn failed(&self, chunks: Chunks, error: DeviceError) {
+            let _ = self.0.lock().send((chunks.count, error));
+        }
+
+        fn next(&self, _: u64) -> Option<Chunks> {
+            None
+        }
+
+        fn link(&self, _: Link) {}
+    }
+
+    /// A store that does not answer makes each read take minutes: closing waits for none, and no further one begins.
+    #[test]
+    fn closing_waits_for_no_read() {
+        let (begun, is_begun) = channel();
+        let (go, going) = channel();
+        let dead = Dead {
+            begun,
+            go: Mutex::new(going),
+        };
+        let device = Gated::with_gate(MemoryDevice::new(4 << 20), dead);
+        let remote = LocalRemote::new(Arc::new(device), 1 << 20, 1, None).unwrap();
+        let (failed, failures) = channel();
+        let local = Arc::new(Failures(Mutex::new(failed)));
+        let weak: Weak<Failures> = Arc::downgrade(&local);
+        remote.attach(weak);
+        remote.fetch(Chunks { first: 0, count: 3 });
+        is_begun.recv_timeout(Duration::from_secs(60)).unwrap();
+        let (done, is_done) = channel();
+        remote.close(Box::new(move |result| drop(done.send(result))));
+        // It did not wait: the read is still under way.
+        assert!(matches!(is_done.try_recv(), Ok(Ok(()))));
+        go.send(()).unwrap();
+        for _ in 0..2 {
+            let failed = failures.recv_timeout(Duration::from_secs(60));
+            assert!(matches!(failed, Ok((1, DeviceError::Closed))), "{failed:?}");
+        }
+        assert!(is_begun.try_recv().is_err());
     }
 }
