@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
@@ -33,6 +34,9 @@ const MAX_CHUNK: u64 = 4 << 20;
 
 /// How long locking a disk is retried: an unmount in progress, or udev probing a device, holds the lock only briefly.
 const LOCK_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long letting go of a snapshot may take; a hold that stays ends by itself.
+const HOLD_LIMIT: Duration = Duration::from_secs(10);
 
 /// Refuses files that belong to the site, before anything is created.
 ///
@@ -138,7 +142,7 @@ pub enum Lock {
     Server(Arc<NbdDevice>),
     /// A snapshot is held in its vault; in an object store, there is a cache before it. Its changes are locked while the
     /// device is open.
-    Snapshot(Box<Hold>, Option<Cached>),
+    Snapshot(Arc<Hold>, Option<Cached>),
 }
 
 impl Lock {
@@ -156,7 +160,7 @@ impl Lock {
                 if let Some(cached) = cached {
                     cached.close();
                 }
-                hold.release();
+                release(hold);
             }
         }
     }
@@ -175,6 +179,21 @@ impl Lock {
             Lock::File(_) | Lock::Directory(_) | Lock::Snapshot(..) => None,
             Lock::Server(device) => device.ended(),
         }
+    }
+}
+
+/// Lets go of a snapshot. A store that does not answer is not waited for longer than [`HOLD_LIMIT`].
+fn release(hold: &Arc<Hold>) {
+    let (done, is_done) = channel();
+    let held = Arc::clone(hold);
+    std::thread::spawn(move || {
+        held.release();
+        let _ = done.send(());
+    });
+    if is_done.recv_timeout(HOLD_LIMIT) == Err(RecvTimeoutError::Timeout) {
+        tracing::warn!(
+            "the vault does not answer: the snapshot counts as in use for at most another 24 hours"
+        );
     }
 }
 
@@ -216,7 +235,7 @@ pub fn open(
         } => {
             let disk = (vault, key_file.as_ref(), id);
             let (device, hold, cached) = snapshots::open(home, disk, how, mount, cache)?;
-            (Stack::over(device), Lock::Snapshot(Box::new(hold), cached))
+            (Stack::over(device), Lock::Snapshot(Arc::new(hold), cached))
         }
     };
     Ok((stack.build()?.device, lock))
