@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -95,7 +95,10 @@ fn unfinished(to: &Path) -> PathBuf {
 }
 
 fn copy(disk: &dyn ReadAt, found: &FoundFile, to: &Path) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create_new(true).open(to)?;
+    // What it is in the file system of the machine is not for every user here.
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600);
+    let mut file = options.open(to)?;
     file.set_len(found.size)?;
     let mut buffer = vec![0; PIECE as usize];
     for (offset, range) in &found.pieces {
