@@ -64,7 +64,7 @@ fn quoted(word: &str, is_command: bool) -> String {
 impl Plan {
     /// The service and the timer of an image.
     fn units(&self, image: &Path, machine: &Machine) -> (String, String) {
-        let command = |words: &[&str]| {
+        let command = |words: &[&str], operands: &[&str]| {
             let program = self.program.display().to_string();
             let mut all: Vec<String> = vec![quoted(&program, true)];
             all.extend(words.iter().map(|word| quoted(word, true)));
@@ -73,6 +73,11 @@ impl Plan {
                 all.extend(
                     ["--key-file", &file.display().to_string()].map(|word| quoted(word, true)),
                 );
+            }
+            if !operands.is_empty() {
+                // A machine may be called like an option.
+                all.push("--".to_owned());
+                all.extend(operands.iter().map(|word| quoted(word, true)));
             }
             format!("ExecStart={}\n", all.join(" "))
         };
@@ -88,12 +93,13 @@ impl Plan {
             let file = file.display().to_string().replace('%', "%%");
             service.push_str(&format!("EnvironmentFile={file}\n"));
         }
-        service.push_str(&command(&["snapshot", &image, "--as", name]));
+        let called = format!("--as={name}");
+        service.push_str(&command(&["snapshot", &image, &called], &[]));
         if !self.keep.is_empty() {
-            let mut forget = vec!["vault", "forget", name, "--yes"];
+            let mut forget = vec!["vault", "forget", "--yes"];
             forget.extend(self.keep.iter().map(String::as_str));
-            service.push_str(&command(&forget));
-            service.push_str(&command(&["vault", "compact"]));
+            service.push_str(&command(&forget, &[name]));
+            service.push_str(&command(&["vault", "compact"], &[]));
         }
         service.push_str("Nice=10\nIOSchedulingClass=idle\n");
         if let Some(limit) = self.limit {
@@ -210,6 +216,12 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
         return Err(usage(
             "--at is a time of systemd, such as daily, hourly or \"Mon 03:00\"",
         ));
+    }
+    // It would make the next line of the unit part of this one.
+    let ends_in_backslash = |text: &str| text.ends_with('\\');
+    let environment = plan.environment.as_deref().and_then(Path::to_str);
+    if ends_in_backslash(&plan.at) || environment.is_some_and(ends_in_backslash) {
+        return Err(usage("--at and --environment cannot end in a backslash"));
     }
     let mut files = Vec::new();
     for (image, machine) in &machines {
