@@ -162,6 +162,22 @@ impl GuestAgent {
         self.ask("guest-fsfreeze-thaw", FREEZE_LIMIT).await
     }
 
+    /// Connects anew: only one program at a time can be connected.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub async fn again(self) -> Result<GuestAgent, HypervisorError> {
+        let GuestAgent { socket, stream } = self;
+        drop(stream);
+        GuestAgent::connect(Path::new(&socket)).await
+    }
+
+    /// Where it is asked.
+    #[must_use]
+    pub fn socket(&self) -> &str {
+        &self.socket
+    }
+
     async fn send(&mut self, before: &[u8], command: &Value) -> Result<(), HypervisorError> {
         let line = [before, command.to_string().as_bytes(), b"\n"].concat();
         let sent = timeout(SYNC_LIMIT, self.stream.get_mut().write_all(&line)).await;

@@ -316,25 +316,62 @@ async fn with_frozen<T>(
         Ok(agent) => agent,
         Err(why) => return Ok((then().await?, Frozen::No(why))),
     };
-    match agent.freeze().await {
-        Ok(count) => {
+    let (why, left) = match agent.freeze().await {
+        Ok(count @ 1..) => {
             let done = then().await;
-            agent.thaw().await?;
-            Ok((done?, Frozen::Yes(count)))
+            let Err(left) = thaw(agent).await else {
+                return Ok((done?, Frozen::Yes(count)));
+            };
+            let why = match done {
+                Ok(_) => left,
+                Err(e) => format!("{e}; {left}"),
+            };
+            return Err(MigrateError::Unsupported(why));
+        }
+        Ok(0) => {
+            let why = "the guest agent found no file system to freeze";
+            (why.to_owned(), thaw(agent).await.err())
         }
         Err(e) => {
-            // It may have frozen some, or do so yet; one that is frozen by others is not ours to thaw.
-            if e.to_string().contains("frozen already") {
-                tracing::debug!("{e}");
-            } else {
-                let _ = agent.thaw().await;
-            }
-            match freeze {
-                Freeze::Always => Err(e.into()),
-                _ => Ok((then().await?, Frozen::No(e.to_string()))),
-            }
+            let why = e.to_string();
+            // It may have frozen some, or do so yet; one that is frozen by others is not ours to thaw, and one whose agent
+            // refuses is not frozen.
+            let left = match why.contains("frozen already") {
+                true => None,
+                false => thaw(agent).await.err(),
+            };
+            let is_refused = why.contains("the guest agent says");
+            (why, left.filter(|_| !is_refused))
         }
+    };
+    let why = match left {
+        Some(left) => format!("{why}; {left}"),
+        None => why,
+    };
+    match freeze {
+        Freeze::Always => Err(MigrateError::Unsupported(format!(
+            "the file systems of the guest cannot be frozen: {why}"
+        ))),
+        _ => Ok((then().await?, Frozen::No(why))),
     }
+}
+
+/// Has the file systems thawed, if need be by another connection; or what to do about those that may be frozen.
+async fn thaw(mut agent: GuestAgent) -> Result<(), String> {
+    let socket = agent.socket().to_owned();
+    let Err(first) = agent.thaw().await else {
+        return Ok(());
+    };
+    tracing::debug!("once more: {first}");
+    let thawed = match agent.again().await {
+        Ok(mut agent) => agent.thaw().await.map(drop),
+        Err(e) => Err(e),
+    };
+    thawed.map_err(|e| {
+        format!(
+            "the guest's file systems may still be frozen: guest-fsfreeze-thaw at {socket} ({e})"
+        )
+    })
 }
 
 /// Does something between the hooks.
@@ -445,6 +482,105 @@ mod tests {
             let n = content.read_at(&mut buffer, from as u64).unwrap();
             assert_eq!(n, buffer.len().min(bytes.len() - from));
             assert!(buffer[..n] == expected[from..from + n]);
+        }
+    }
+
+    type Heard = Arc<parking_lot::Mutex<Vec<String>>>;
+
+    /// An agent that answers so, line by line; at `-` it hangs up, and the next connection goes on. What it was asked is in `heard`.
+    fn answering(answers: &[&'static str], heard: &Heard) -> (tempfile::TempDir, PathBuf) {
+        use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qga");
+        let listener = tokio::net::UnixListener::bind(&path).unwrap();
+        let (answers, heard) = (answers.to_vec(), Arc::clone(heard));
+        tokio::spawn(async move {
+            for part in answers.split(|answer| *answer == "-") {
+                let (stream, _) = listener.accept().await.unwrap();
+                let mut stream = BufReader::new(stream);
+                for answer in ["\u{ff}"].iter().chain(part) {
+                    let mut line = Vec::new();
+                    if stream.read_until(b'\n', &mut line).await.unwrap() == 0 {
+                        break;
+                    }
+                    let line = String::from_utf8_lossy(&line).into_owned();
+                    let bytes = match *answer {
+                        "\u{ff}" => {
+                            let id: String = line.chars().filter(char::is_ascii_digit).collect();
+                            [b"\xff{\"return\": ", id.as_bytes(), b"}\n"].concat()
+                        }
+                        answer => {
+                            let asked = line.split("guest-fsfreeze-").nth(1).unwrap();
+                            let asked = asked.split('"').next().unwrap();
+                            heard.lock().push(asked.to_owned());
+                            format!("{{\"return\": {answer}}}\n").into_bytes()
+                        }
+                    };
+                    stream.get_mut().write_all(&bytes).await.unwrap();
+                }
+            }
+        });
+        (dir, path)
+    }
+
+    #[tokio::test]
+    async fn what_is_frozen_is_thawed_and_what_may_not_be_is_said() {
+        // What the agent answers, how it is asked, whether the middle succeeds; what is done, and what is said.
+        let thawed = "\"thawed\"";
+        let broken = "\"x\"";
+        let (auto, always) = (Freeze::IfPossible, Freeze::Always);
+        let all = "status freeze hold thaw";
+        let twice = "status freeze hold thaw thaw";
+        let may = "may still be frozen: guest-fsfreeze-thaw at";
+        for (answers, freeze, succeeds, done, said) in [
+            (&[thawed, "2", "2"][..], always, true, all, ""),
+            (&[thawed, "2", "2"], auto, false, all, "the middle"),
+            // Once more by another connection.
+            (&[thawed, "2", broken, "-", "2"], auto, true, twice, ""),
+            (&[thawed, "2", broken, "-", broken], auto, true, twice, may),
+            (
+                &[thawed, "2", broken, "-", broken],
+                auto,
+                false,
+                twice,
+                "the middle; the guest",
+            ),
+            // Nothing was frozen.
+            (
+                &[thawed, "0", "0"],
+                auto,
+                true,
+                "status freeze thaw hold",
+                "no file system",
+            ),
+            (
+                &[thawed, "0", "0"],
+                always,
+                true,
+                "status freeze thaw",
+                "no file system",
+            ),
+        ] {
+            let heard = Heard::default();
+            let (_dir, path) = answering(answers, &heard);
+            let agent = Ok(GuestAgent::connect(&path).await.unwrap());
+            let held = with_frozen(agent, freeze, async || {
+                heard.lock().push("hold".into());
+                match succeeds {
+                    true => Ok(()),
+                    false => Err(MigrateError::Unsupported("the middle".into())),
+                }
+            });
+            let what = match held.await {
+                Ok(((), Frozen::Yes(2))) => String::new(),
+                Ok(((), frozen)) => format!("{frozen:?}"),
+                Err(e) => e.to_string(),
+            };
+            assert_eq!(heard.lock().join(" "), done, "{answers:?}");
+            assert!(
+                what.contains(said) && what.is_empty() == said.is_empty(),
+                "{what}"
+            );
         }
     }
 }
