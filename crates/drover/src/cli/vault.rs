@@ -202,7 +202,7 @@ pub struct VaultInitArgs {
 /// Copy a vault to another place, or bring a copy up to date
 ///
 /// Every snapshot that the copy lacks is copied, with those blocks that the copy lacks; what moves is verified. Nothing is deleted there: `drover vault forget` and `drover vault compact`
-/// with --vault delete in each place by itself. If it is interrupted, repeat it: it goes on with what is missing. Backups and deletions may go on in both places.
+/// with --vault delete in each place by itself: what was forgotten in the copy alone, the next copy brings back. If it is interrupted, repeat it: it goes on with what is missing. Backups and deletions may go on in both places.
 ///
 /// The copy is a vault of its own, opened by the keys that the vault had when the copy was created. It is not this site's vault: name it by --vault. A snapshot has the same name in both, and another ID.
 /// Snapshots that are damaged are listed and left out; then the exit code is 1.
