@@ -407,7 +407,8 @@ impl Driver<'_> {
             self.disks.confirm().await?;
             rounds += 1;
             let is_stuck = rounds >= FEW_ROUNDS && sent > before / 5 * 4 || rounds >= MANY_ROUNDS;
-            let in_one_piece = never && rounds >= MANY_ROUNDS;
+            // Not for one burst: the pause may be long.
+            let in_one_piece = never && is_stuck && rounds >= 2 * FEW_ROUNDS;
             let may_switch = sent < FEW_DIRTY || self.rest.is_some() && is_stuck || in_one_piece;
             if waiting.aim.is_none() && may_switch {
                 waiting.allow_switch(self, machine).await?;
