@@ -264,7 +264,7 @@ mod tests {
         said.go_to(&long);
         said.trouble(&long);
         said.fail(&long);
-        assert!(said.to.starts_with(" ä  ä ") && said.to.len() == MAX_TO - 1);
+        assert!(said.to.starts_with(" ä  ä ") && (MAX_TO - 1..=MAX_TO).contains(&said.to.len()));
         assert_eq!(said.trouble.len(), MAX_WHY);
         assert!(said.encode().len() < MAX_SAID_BYTES / 2);
     }
