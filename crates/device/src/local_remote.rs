@@ -202,7 +202,6 @@ impl LocalRemote {
         }))
     }
 
-    #[cfg(feature = "testing")]
     /// Takes the link down: requests in flight fail or wait as documented at [`Remote`].
     pub fn cut(&self, why: &str) {
         let lost = {
@@ -216,7 +215,6 @@ impl LocalRemote {
         self.inner.tell_link();
     }
 
-    #[cfg(feature = "testing")]
     /// Brings it up again.
     pub fn mend(&self) {
         {
