@@ -271,8 +271,11 @@ fn the_source(input: &mut Input<'_>) {
                     walk_to = to;
                 }
                 source::Action::Skip(index) => assert_eq!(index, walked - 1),
-                source::Action::Literals(runs) | source::Action::Give(runs) => {
+                source::Action::Literals(runs) => {
                     assert!(runs.blocks().all(|b| b < walk_blocks));
+                }
+                source::Action::Give(want) => {
+                    assert!(want.runs.blocks().all(|b| b < walk_blocks));
                 }
                 source::Action::Done(_) => {
                     assert!(ended && !done);

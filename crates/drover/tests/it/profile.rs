@@ -316,10 +316,10 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     // What it names comes first to a mount there, over a link that carries little of the rest: the disk in its order, until
     // the profile is here.
     m.proxy.delay(std::time::Duration::from_millis(40));
-    let options = ["--read-only", "--window", "128K", "--give-up-after", "1s"];
+    let options = ["--read-only", "--window", "256K", "--give-up-after", "1s"];
     let socket = m.export("web.raw", &options);
     until("some of it is here", || {
-        m.disk()["received"].as_u64().unwrap() > 16 << 20
+        m.disk()["received"].as_u64().unwrap() > 12 << 20
     });
     m.proxy.cut();
     let mut machine = Client::connect(&socket, "");
