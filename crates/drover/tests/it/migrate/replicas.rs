@@ -54,7 +54,7 @@ fn listed(sites: &Sites, home: &str) -> Value {
 }
 
 /// The newest record on a disk, of which all before must be there, too.
-fn newest(disk: &[u8]) -> u64 {
+pub fn newest(disk: &[u8]) -> u64 {
     let word =
         |block: &[u8], n: usize| u64::from_le_bytes(block[n * 8..n * 8 + 8].try_into().unwrap());
     let blocks: Vec<u64> = disk

@@ -1,5 +1,6 @@
 //! `drover snapshot` of a running machine.
 
+use super::replicas::newest;
 use super::*;
 use crate::world::signal;
 
@@ -39,25 +40,6 @@ fn restored(sites: &Sites, snapshot: &str) -> Vec<u8> {
     let bytes = fs::read(&out).unwrap();
     fs::remove_file(out).unwrap();
     bytes
-}
-
-/// The newest record on a disk, of which all before must be there, too.
-fn newest(disk: &[u8]) -> u64 {
-    let word =
-        |block: &[u8], n: usize| u64::from_le_bytes(block[n * 8..n * 8 + 8].try_into().unwrap());
-    let blocks: Vec<u64> = disk
-        .chunks(4096)
-        .map(|block| match word(block, 0) {
-            0x6472_6f76_6572_3031 => word(block, 1),
-            _ => 0,
-        })
-        .collect();
-    let last = *blocks.iter().max().unwrap();
-    let count = blocks.len() as u64;
-    for n in last.saturating_sub(count - 1).max(1)..=last {
-        assert_eq!(blocks[(n % count) as usize], n, "of {last}");
-    }
-    last
 }
 
 #[tokio::test(flavor = "multi_thread")]

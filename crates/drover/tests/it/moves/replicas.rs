@@ -20,7 +20,7 @@ fn round(replicating: &mut Moving) -> Value {
 }
 
 /// The newest record on a disk, of which all before must be there, too.
-fn newest(disk: &[u8]) -> u64 {
+pub fn newest(disk: &[u8]) -> u64 {
     let record = |slot: u64| {
         let at = (slot * SLOT) as usize;
         u64::from_le_bytes(disk[at..at + 8].try_into().unwrap())

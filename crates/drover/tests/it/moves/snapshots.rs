@@ -15,15 +15,7 @@ fn newest(sites: &Sites) -> u64 {
     sites.world.run("near", &restore).ok();
     let disk = fs::read(&out).unwrap();
     fs::remove_file(out).unwrap();
-    let record = |slot: u64| {
-        let at = (slot * SLOT) as usize;
-        u64::from_le_bytes(disk[at..at + 8].try_into().unwrap())
-    };
-    let last = (0..SLOTS).map(record).max().unwrap();
-    for n in last.saturating_sub(SLOTS - 1)..=last {
-        assert_eq!(record(n % SLOTS), n, "of {last}");
-    }
-    last
+    super::replicas::newest(&disk)
 }
 
 #[test]
