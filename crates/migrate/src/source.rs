@@ -19,13 +19,12 @@ pub mod moving;
 mod proof;
 mod report;
 mod rest;
+mod resume;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
-use drover_hypervisor::machine::{Machine, RunState, Yank};
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
 use drover_net::{
@@ -49,23 +48,15 @@ pub use self::report::{
     DiskGenerations, Expected, Heir, LeftFile, Mounted, Mounts, MoveEvent, MoveOptions, MoveReport,
     OnMove, Pause, PostCopy, Step,
 };
+use self::resume::{CANCEL_LIMIT, restore};
 use crate::error::MigrateError;
 use crate::memory::Carried;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::seeder::{Action, End, Event, Seeder};
 use crate::talk::{Asker, Liveness, Talk};
 
-/// How long a migration that is cancelled may take to end by itself.
-const CANCEL_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long it may take in all.
-const RESUME_LIMIT: Duration = Duration::from_secs(60);
-
 /// A copy that lasted longer got somewhere: what breaks it is not what broke the one before.
 const STEADY: Duration = Duration::from_secs(60);
-
-/// How often that is looked at.
-const CANCEL_POLL: Duration = Duration::from_millis(20);
 
 /// Moves a machine. Returns when it runs there. `hypervisor` is `None` where the hypervisor has ended, which is only right when
 /// the move is committed: then the other site is asked.
@@ -299,51 +290,6 @@ async fn held(
     match hypervisor {
         Hypervisor::Qemu(machine) => disks.hold(machine, work, scratch).await,
         Hypervisor::Libvirt(domain) => domain::hold(disks, domain, work, scratch).await,
-    }
-}
-
-/// Ends what a move has begun, in this process or an earlier one, and lets the machine run.
-async fn restore(
-    hypervisor: &Hypervisor,
-    disks: &Disks,
-    performing: Option<domain::Performing>,
-    work: &Path,
-) -> Result<(), MigrateError> {
-    match hypervisor {
-        Hypervisor::Qemu(machine) => {
-            let resumed = resume(machine).await;
-            disks.clear(machine, work).await;
-            resumed
-        }
-        Hypervisor::Libvirt(domain) => domain::restore(domain, performing, work).await,
-    }
-}
-
-/// Ends a migration of the hypervisor, if there is one, and lets the machine run.
-async fn resume(machine: &Machine) -> Result<(), MigrateError> {
-    let begun = Instant::now();
-    match tokio::time::timeout(CANCEL_LIMIT, machine.cancel_migration()).await {
-        Ok(cancelled) => cancelled?,
-        // It waits for a connection that is dead.
-        Err(_) => machine.yank(&[Yank::Migration]).await?,
-    }
-    let mut yanked = false;
-    while !machine.migration().await?.status.is_idle() {
-        if begun.elapsed() > RESUME_LIMIT {
-            return Err(MigrateError::TooLong {
-                what: "ending its migration",
-                seconds: RESUME_LIMIT.as_secs(),
-            });
-        }
-        if begun.elapsed() > CANCEL_LIMIT && !yanked {
-            machine.yank(&[Yank::Migration]).await?;
-            yanked = true;
-        }
-        tokio::time::sleep(CANCEL_POLL).await;
-    }
-    match machine.status().await? {
-        RunState::PostMigrate | RunState::FinishMigrate => Ok(machine.cont().await?),
-        _ => Ok(()),
     }
 }
 

@@ -6,6 +6,9 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
+use drover_hypervisor::testing::Qemu;
+
+use super::faults::Held;
 use super::{Moving, Sites, goes_on};
 use crate::mount::can_mount;
 use crate::world::{PATIENCE, World, own_address};
@@ -16,7 +19,7 @@ struct Small(PathBuf);
 impl Small {
     fn at(path: PathBuf) -> Option<Small> {
         fs::create_dir(&path).unwrap();
-        let mount = ["-t", "tmpfs", "-o", "size=1g,mode=700", "none"];
+        let mount = ["-t", "tmpfs", "-o", "size=512m,mode=700", "none"];
         let mounted = Command::new("mount").args(mount).arg(&path).status();
         mounted.ok()?.success().then_some(Small(path))
     }
@@ -41,8 +44,8 @@ impl Drop for Small {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_at_the_destination_that_is_full_in_a_round() {
-    let test = "a_disk_at_the_destination_that_is_full_in_a_round";
+async fn a_disk_at_the_destination_that_is_full() {
+    let test = "a_disk_at_the_destination_that_is_full";
     if !can_mount(test) {
         return;
     }
@@ -51,25 +54,43 @@ async fn a_disk_at_the_destination_that_is_full_in_a_round() {
         eprintln!("SKIP {test}: no tmpfs");
         return;
     };
-    let Some(sites) = Sites::with(test, world, own_address(), &[]) else {
+    let Some(mut sites) = Sites::with(test, world, own_address(), &[]) else {
         return;
     };
     let mut here = sites.start("near").await;
-    let mut there = sites.wait_for_it("far").await;
     here.wait_said("beat", 20).await;
+
+    // In a round: a write of the disk fails.
+    let mut there = sites.wait_for_it("far").await;
     let mut moving = Moving::begin(&sites, "near", "far", &["--limit", "2M"]);
     moving.until("step", "memory");
     small.fill();
+    fails_and_runs_on(moving, &mut here).await;
+    small.free();
+    there.kill();
+
+    // When all has arrived: what is recorded of it fails.
+    let held = Held::at(&mut sites, "arriving");
+    there = sites.wait_for_it("far").await;
+    let moving = Moving::begin(&sites, "near", "far", &[]);
+    held.reached();
+    small.fill();
+    held.go_on();
+    fails_and_runs_on(moving, &mut here).await;
+    small.free();
+    there.kill();
+
+    there = sites.wait_for_it("far").await;
+    Moving::begin(&sites, "near", "far", &[]).done();
+    here.ended().await;
+    goes_on(&here, &mut there).await;
+}
+
+async fn fails_and_runs_on(moving: Moving, here: &mut Qemu) {
     let begun = Instant::now();
     let err = moving.fails();
     assert!(begun.elapsed() < PATIENCE);
     assert!(err.contains("space"), "{err}");
     let beat = here.wait_said("beat", 0).await;
     here.wait_said("beat", beat + 20).await;
-    small.free();
-    there.kill();
-    there = sites.wait_for_it("far").await;
-    Moving::begin(&sites, "near", "far", &[]).done();
-    here.ended().await;
-    goes_on(&here, &mut there).await;
 }
