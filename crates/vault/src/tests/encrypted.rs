@@ -277,6 +277,48 @@ fn every_flipped_byte_of_an_encrypted_vault_is_found_and_never_restored() {
     }
 }
 
+/// Damage in one place of a container is that of the snapshots that use what is there, and of no other.
+#[test]
+fn damage_is_of_the_snapshots_that_use_what_is_damaged() {
+    for is_encrypted in [false, true] {
+        let setting = Setting::new();
+        let objects = MemoryObjects::default();
+        let vault = match is_encrypted {
+            true => create(&objects),
+            false => Vault::create_on(Arc::new(objects.clone())).unwrap(),
+        };
+        let backup = |blocks: std::ops::Range<u32>, time| {
+            let path = setting.image("web", &disk(&blocks.collect::<Vec<_>>()));
+            let made = vault.backup_at(&path, &machine("web"), "host", time, &mut |_| {});
+            made.unwrap().id
+        };
+        // All of it, its first part, its last part: of one container.
+        let all = backup(1..4000, 100);
+        let (first, last) = (backup(1..1000, 200), backup(3000..4000, 300));
+        let container = |key: &String| key.starts_with("containers/");
+        let containers: Vec<_> = objects.keys().into_iter().filter(container).collect();
+        assert_eq!(containers.len(), 1);
+        for (from_the_end, hit) in [(false, &first), (true, &last)] {
+            let copy = objects.copy();
+            copy.damage(&containers[0], |bytes| {
+                // Not the head, which takes 128 KiB, nor the pieces that it is in.
+                let at = match from_the_end {
+                    true => bytes.len() - 1000,
+                    false => 200_000,
+                };
+                bytes[at] ^= 1;
+            });
+            let vault = match is_encrypted {
+                true => open(&copy, "correct horse").unwrap(),
+                false => Vault::open_on(Arc::new(copy)).unwrap(),
+            };
+            let report = vault.check(Checking::Full, &mut |_, _| {}).unwrap();
+            let affected: Vec<_> = report.problems.iter().flat_map(|p| &p.affected).collect();
+            assert_eq!(affected, [&all, hit], "{is_encrypted} {from_the_end}");
+        }
+    }
+}
+
 /// A vault is created, or not, but never without a key; what is stored under another name is not taken for it.
 #[test]
 fn a_creation_that_is_interrupted_leaves_a_vault_with_a_key_or_none() {
