@@ -243,6 +243,27 @@ pub fn restore(home: Option<&Path>, args: &RestoreArgs) -> Result<()> {
     ))
 }
 
+/// The snapshots of a machine, as a list of one machine's.
+fn snapshots_of(vault: &Vault, machine: &Machine) -> Result<Vec<Vec<Entry>>> {
+    Ok(vec![vault.snapshots(Some(machine)).map_err(Error::from)?.0])
+}
+
+/// The snapshots of each disk of a machine that has several: NAME.DEVICE, made of that device.
+fn of_disks(vault: &Vault, machine: &Machine) -> Result<Vec<Vec<Entry>>> {
+    let mut found = Vec::new();
+    for disk in vault.machines().map_err(Error::from)? {
+        let device = disk.as_str().strip_prefix(machine.as_str());
+        let Some(device) = device.and_then(|rest| rest.strip_prefix('.')) else {
+            continue;
+        };
+        let of_it = format!("({device})");
+        let (mut entries, _) = vault.snapshots(Some(&disk)).map_err(Error::from)?;
+        entries.retain(|entry| entry.record.source.ends_with(&of_it));
+        found.push(entries);
+    }
+    Ok(found)
+}
+
 /// The snapshots that `forget` is about to delete.
 fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotId>> {
     let held = vault.held().map_err(Error::from)?;
@@ -269,11 +290,18 @@ fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotI
         }
         machines.extend(vault.machines().map_err(Error::from)?);
     }
+    let mut wanted = Vec::new();
     for machine in machines {
-        let (entries, _) = vault.snapshots(Some(&machine)).map_err(Error::from)?;
-        if entries.is_empty() && !args.names.is_empty() {
+        let mut found = snapshots_of(vault, &machine)?;
+        if args.disks && !args.names.is_empty() {
+            found.extend(of_disks(vault, &machine)?);
+        }
+        if found.iter().all(Vec::is_empty) && !args.names.is_empty() {
             return Err(Error::refused(format!("there is no snapshot of {machine}")).into());
         }
+        wanted.extend(found);
+    }
+    for entries in wanted {
         let times: Vec<i64> = entries.iter().map(|e| e.id.time).collect();
         let kept = keep.decide(&times);
         let due = entries.into_iter().zip(kept).filter(|(_, kept)| !kept);
@@ -295,12 +323,7 @@ fn chosen(vault: &Vault, args: &ForgetArgs, keep: &Keep) -> Result<Vec<SnapshotI
 }
 
 fn forget(vault: &Vault, args: &ForgetArgs) -> Result<()> {
-    let keep = Keep {
-        last: args.keep_last,
-        daily: args.keep_daily,
-        weekly: args.keep_weekly,
-        monthly: args.keep_monthly,
-    };
+    let keep = args.keep.keep();
     let ids = chosen(vault, args, &keep)?;
     vault.check_free(&ids).map_err(Error::from)?;
     let freed = vault.would_free(&ids).map_err(Error::from)?;
@@ -403,7 +426,7 @@ fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
         args.of.json,
     );
     let (began, limit) = (Instant::now(), args.limit.filter(|&limit| limit > 0));
-    let copied = vault.copy(&to, &mut |p| {
+    let copied = vault.copy(&to, args.all, &mut |p| {
         progress.bar_at(p.done_snapshots, p.total_snapshots);
         progress.tell(|| {
             json!({
@@ -420,14 +443,18 @@ fn copy(home: Option<&Path>, args: &VaultCopyArgs) -> Result<()> {
     let copied = copied.map_err(Error::from)?;
     if args.of.json {
         out::json(&json!({
-            "event": "copied", "vault": place.to_string(), "snapshots": copied.snapshots, "there": copied.there,
+            "event": "copied", "vault": place.to_string(), "snapshots": copied.snapshots, "there": copied.there, "deleted": copied.dropped,
             "containers": copied.containers, "moved_bytes": copied.moved_bytes,
             "problems": json_problems(&copied.problems),
         }))?;
     } else {
         problems(&copied.problems, "affected")?;
+        let deleted = match copied.dropped {
+            0 => String::new(),
+            n => format!(", {n} were deleted there (--all copies them)"),
+        };
         out::line(&format!(
-            "{}: {} copied, {} were there; {} written",
+            "{}: {} copied, {} were there{deleted}; {} written",
             clean(&place.to_string()),
             count(copied.snapshots as usize, "snapshot"),
             copied.there,

@@ -12,7 +12,9 @@ use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
 use crate::ids::Ids;
 use crate::index::KNOWN_BYTES;
-use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
+use crate::names::{
+    Machine, SnapshotId, container_key, dropped_key, mark_key, parse_container_key,
+};
 use crate::record::{HookRecord, Share, SnapshotRecord};
 use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
@@ -197,10 +199,28 @@ impl Vault {
         // That took a while. Whoever says from now on that he holds one finds the tombstone, or holds it to the end: it
         // is not buried before. A tombstone is never taken back: a collection may be acting on it.
         self.check_free(ids)?;
+        let has_copies = self.has_copies()?;
         for id in ids {
+            if has_copies {
+                self.drop_from_copies(id)?;
+            }
             self.put_own(&id.tombstone(), b"forgotten".to_vec())?;
         }
         Ok(freed)
+    }
+
+    /// Remembers that a snapshot was deleted here, so that no copy brings it back. One whose record is damaged is
+    /// another one to them.
+    fn drop_from_copies(&self, id: &SnapshotId) -> Result<()> {
+        match self.record_of(id) {
+            Ok(Some(SnapshotRecord::Made(made))) => {
+                let key = dropped_key(&id.machine, id.time, &made.root);
+                self.put_own(&key, b"dropped".to_vec())
+            }
+            Ok(_) => Ok(()),
+            Err(error) if error.is_damage() => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     pub(crate) fn remove_recipe(&self, id: &SnapshotId) -> Result<()> {
@@ -537,6 +557,7 @@ impl Vault {
             "uses",
             "hooks",
             "forgotten",
+            "dropped",
             "claims",
             "held",
             "marks",

@@ -14,7 +14,7 @@ use crate::commit::{Ended, MAX_ATTEMPTS};
 use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
 use crate::index::Places;
-use crate::names::{Machine, SnapshotId, claim_key, container_key, hooks_key};
+use crate::names::{Machine, SnapshotId, claim_key, container_key, dropped_key, hooks_key};
 use crate::objects::{Objects, put_own};
 use crate::problem::Problem;
 use crate::record::Made;
@@ -25,6 +25,9 @@ use crate::whole::{Whole, next_generation};
 
 /// How often a container is looked for that is compacted meanwhile, here or there.
 const MAX_TRIES: usize = 8;
+
+/// The key of what a vault has that was copied, or is a copy.
+const COPIED_KEY: &str = "copied";
 
 /// How far a copy is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -46,6 +49,8 @@ pub struct Copied {
     pub snapshots: u64,
     /// Snapshots that were there already.
     pub there: u64,
+    /// Snapshots that were left out, since they were deleted there.
+    pub dropped: u64,
     /// Containers written.
     pub containers: u64,
     /// Bytes written.
@@ -152,13 +157,33 @@ impl Vault {
         Ok(self.on(objects))
     }
 
-    /// Copies every snapshot that `to`, a copy of this vault, lacks. Nothing is removed there. If it is interrupted,
-    /// the next one goes on with what is still missing.
+    /// Whether there are copies of it, or it is one.
+    pub(crate) fn has_copies(&self) -> Result<bool> {
+        match self.objects.get_range(COPIED_KEY, 0..1) {
+            Err(error) if error.is_damage => Ok(true),
+            got => Ok(got?.is_some()),
+        }
+    }
+
+    /// Copies every snapshot that `to`, a copy of this vault, lacks; those that were deleted there only with
+    /// `dropped`. Nothing is removed there. If it is interrupted, the next one goes on with what is still missing.
     ///
     /// # Errors
     /// Errors of the stores. A snapshot that is damaged here is left out, and is among the problems.
-    pub fn copy(&self, to: &Vault, progress: &mut dyn FnMut(CopyProgress)) -> Result<Copied> {
+    pub fn copy(
+        &self,
+        to: &Vault,
+        dropped: bool,
+        progress: &mut dyn FnMut(CopyProgress),
+    ) -> Result<Copied> {
         to.probe()?;
+        // From now on, each remembers what is deleted in it.
+        let copied = bytes::Bytes::from_static(b"copied");
+        to.objects.create(COPIED_KEY, copied.clone())?;
+        if let Err(error) = self.objects.create(COPIED_KEY, copied) {
+            // Perhaps one that can only be read.
+            tracing::debug!("{error}");
+        }
         let (mut entries, damaged) = self.snapshots(None)?;
         // The oldest first: later ones find most of their containers.
         entries.sort_by_key(|entry| entry.id.time);
@@ -168,6 +193,8 @@ impl Vault {
             .iter()
             .map(|entry| twin(&entry.id, &entry.record))
             .collect();
+        let listed = to.objects.list("dropped")?;
+        let gone: HashSet<String> = listed.into_iter().map(|object| object.key).collect();
         let mut copied = Copied::default();
         for id in damaged {
             copied.problems.push(Problem {
@@ -181,8 +208,20 @@ impl Vault {
             if known.contains(&twin(&entry.id, &entry.record)) {
                 copied.there += 1;
             } else {
+                let key = dropped_key(&entry.id.machine, entry.id.time, &entry.record.root);
+                let was_dropped = gone.contains(&key);
+                if was_dropped && !dropped {
+                    copied.dropped += 1;
+                    copying.now.done_snapshots += 1;
+                    continue;
+                }
                 match copying.snapshot(&entry.id) {
-                    Ok(_) => copied.snapshots += 1,
+                    Ok(_) => {
+                        copied.snapshots += 1;
+                        if was_dropped {
+                            to.objects.remove(&key)?;
+                        }
+                    }
                     // Forgotten meanwhile.
                     Err(VaultError::NoSnapshot { .. }) => {}
                     Err(error) if error.is_damage() => copied.problems.push(Problem {

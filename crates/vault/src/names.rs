@@ -230,6 +230,13 @@ pub fn parse_container_key(key: &str) -> Option<(Machine, ContainerId, u32)> {
     one.then_some((machine, id, generation))
 }
 
+/// The key that says that a snapshot was deleted here which copies may still have: by machine, time and root, which
+/// are the same in all of them.
+#[must_use]
+pub fn dropped_key(machine: &Machine, time: i64, root: &drover_core::Digest) -> String {
+    format!("dropped/{}/{}-{root}", machine.component(), compact(time))
+}
+
 /// The key of the hooks of what a session stored.
 #[must_use]
 pub fn hooks_key(session: SessionId) -> String {

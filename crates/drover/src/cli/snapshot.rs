@@ -1,12 +1,11 @@
 //! The command line of `snapshot`.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::{Args, ValueEnum, ValueHint};
 use drover_vault::Machine;
 
-use super::migrate::Hypervisor;
+use super::snapshot_of::SnapshotOf;
 use super::values::DomainArg;
 use super::vault::{OfVault, machine};
 
@@ -57,26 +56,6 @@ pub struct SnapshotArgs {
     pub domain: DomainArg,
     #[command(flatten)]
     pub of: OfVault,
-}
-
-/// What a snapshot is made of.
-#[derive(Debug, Clone)]
-pub enum SnapshotOf {
-    /// The disks of a machine.
-    Machine(Hypervisor),
-    /// A file, a mount, or an image.
-    Named(PathBuf),
-}
-
-impl FromStr for SnapshotOf {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once(':') {
-            Some(("qmp" | "libvirt", _)) => text.parse().map(SnapshotOf::Machine),
-            _ => Ok(SnapshotOf::Named(text.into())),
-        }
-    }
 }
 
 /// Whether a guest's file systems are frozen.

@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use drover_agent::text;
 use drover_agent::vaults::Chosen;
-use drover_vault::{Location, Machine, Reference, SessionId, Share};
+use drover_vault::{Keep, Location, Machine, Reference, SessionId, Share};
+
+use super::snapshot_of::SnapshotOf;
 
 /// Which vault.
 #[derive(Debug, Clone, Default, Args)]
@@ -38,6 +40,51 @@ pub struct OfVault {
     /// Print JSON, one object per line: progress events if there are any, then the result
     #[arg(long)]
     pub json: bool,
+}
+
+/// Which snapshots of a machine are kept, of those that are deleted else.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct KeepOptions {
+    /// Keep the newest N snapshots of each machine, and delete others that no --keep option keeps
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    keep_last: u32,
+    /// Keep the last snapshot of each of the newest N days that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    keep_daily: u32,
+    /// Keep the last snapshot of each of the newest N weeks that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    keep_weekly: u32,
+    /// Keep the last snapshot of each of the newest N months that have one
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    keep_monthly: u32,
+}
+
+impl KeepOptions {
+    /// What they say.
+    #[must_use]
+    pub fn keep(&self) -> Keep {
+        Keep {
+            last: self.keep_last,
+            daily: self.keep_daily,
+            weekly: self.keep_weekly,
+            monthly: self.keep_monthly,
+        }
+    }
+
+    /// The options of a command line that says the same.
+    #[must_use]
+    pub fn words(&self) -> Vec<String> {
+        let all = [
+            ("--keep-last", self.keep_last),
+            ("--keep-daily", self.keep_daily),
+            ("--keep-weekly", self.keep_weekly),
+            ("--keep-monthly", self.keep_monthly),
+        ];
+        let given = all.into_iter().filter(|(_, n)| *n > 0);
+        given
+            .flat_map(|(option, n)| [option.to_owned(), n.to_string()])
+            .collect()
+    }
 }
 
 /// Create a vault, a deduplicated store of snapshots; show and verify it, delete snapshots
@@ -202,7 +249,7 @@ pub struct VaultInitArgs {
 /// Copy a vault to another place, or bring a copy up to date
 ///
 /// Every snapshot that the copy lacks is copied, with those blocks that the copy lacks; what moves is verified. Nothing is deleted there: `drover vault forget` and `drover vault compact`
-/// with --vault delete in each place by itself: what was forgotten in the copy alone, the next copy brings back. If it is interrupted, repeat it: it goes on with what is missing. Backups and deletions may go on in both places.
+/// with --vault delete in each place by itself, and what was deleted in one is not copied to it again, but with --all. If it is interrupted, repeat it: it goes on with what is missing. Backups and deletions may go on in both places.
 ///
 /// The copy is a vault of its own, opened by the keys that the vault had when the copy was created. It is not this site's vault: name it by --vault. A snapshot has the same name in both, and another ID.
 /// Snapshots that are damaged are listed and left out; then the exit code is 1.
@@ -212,11 +259,15 @@ Examples:
   drover vault copy /mnt/usb/vault
   drover vault copy s3://backups/drover --limit 20M
   drover vault copy /srv/vault --vault s3://backups/drover      back again
+  drover vault copy /srv/vault --vault /mnt/usb/vault --all     also what was deleted in /srv/vault
   drover snapshots --vault /mnt/usb/vault")]
 pub struct VaultCopyArgs {
     /// Where the copy is: a directory, empty at first, or s3://BUCKET/PREFIX, gs://... or az://...
     #[arg(value_name = "VAULT", value_hint = ValueHint::DirPath)]
     pub to: Location,
+    /// Copy also what was deleted there
+    #[arg(long)]
+    pub all: bool,
     /// Maximum rate at which is written, in bytes per second, such as 50M [default: unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub limit: Option<u64>,
@@ -224,9 +275,9 @@ pub struct VaultCopyArgs {
     pub of: OfVault,
 }
 
-/// Make snapshots of images regularly, by timers of systemd
+/// Make snapshots of images and machines regularly, by timers of systemd
 ///
-/// Writes a service and a timer for each image, and says how to start them; a snapshot that fails leaves its service failed (`systemctl --failed`). With --keep options, the older snapshots of the
+/// Writes a service and a timer for each, and says how to start them; a snapshot that fails leaves its service failed (`systemctl --failed`). With --keep options, the older snapshots of the
 /// machine are then deleted, and space is freed. The units name this program, this site, the vault and its key file by their paths.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -235,35 +286,26 @@ Examples:
   drover vault schedule web.qcow2 --at hourly --keep-last 24 --keep-daily 14
   drover vault schedule /srv/images/web.qcow2 --as web --io-limit 50M
   drover vault schedule web.qcow2 --vault s3://backups/drover --environment /etc/drover/s3.env
+  drover vault schedule qmp:/run/web.qmp --keep-last 7          a machine that runs then
   drover vault schedule web.qcow2 --remove")]
 pub struct VaultScheduleArgs {
-    /// Image files
-    #[arg(value_name = "IMAGE", required = true, value_hint = ValueHint::FilePath)]
-    pub images: Vec<PathBuf>,
-    /// Name of the machine in the vault, for one image [default: the name of the file, without its extension]
+    /// What `drover snapshot` takes: image files; machines; images of this site that are mounted for writing, or the paths of their mounts
+    #[arg(value_name = "IMAGE|MACHINE", required = true, value_hint = ValueHint::FilePath)]
+    pub images: Vec<SnapshotOf>,
+    /// Name in the vault, for one [default: the name of the file or socket, without its extension]
     #[arg(long = "as", value_name = "NAME", value_parser = machine)]
     pub name: Option<Machine>,
     /// When, as systemd says it (man systemd.time): hourly, daily, "Mon 03:00"
     #[arg(long, value_name = "TIME", default_value = "daily")]
     pub at: String,
-    /// Maximum rate at which the image's device is read, in bytes per second, such as 50M, kept by systemd [default: unlimited]
+    /// Maximum rate at which the device of an image file is read, in bytes per second, such as 50M, kept by systemd [default: unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub io_limit: Option<u64>,
     /// File with environment variables, such as the credentials of an object store
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub environment: Option<PathBuf>,
-    /// Keep the newest N snapshots of the machine, and delete others that no --keep option keeps
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_last: u32,
-    /// Keep the last snapshot of each of the newest N days that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_daily: u32,
-    /// Keep the last snapshot of each of the newest N weeks that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_weekly: u32,
-    /// Keep the last snapshot of each of the newest N months that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_monthly: u32,
+    #[command(flatten)]
+    pub keep: KeepOptions,
     /// Directory of the units [default: /etc/systemd/system, or ~/.config/systemd/user of a user other than root]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub unit_dir: Option<PathBuf>,
@@ -419,18 +461,11 @@ pub struct ForgetArgs {
     /// Machines, or single snapshots [default: every machine]
     #[arg(value_name = "NAME[@TIME]")]
     pub names: Vec<String>,
-    /// Keep the newest N snapshots of each machine
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_last: u32,
-    /// Keep the last snapshot of each of the newest N days that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_daily: u32,
-    /// Keep the last snapshot of each of the newest N weeks that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_weekly: u32,
-    /// Keep the last snapshot of each of the newest N months that have one
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
-    pub keep_monthly: u32,
+    #[command(flatten)]
+    pub keep: KeepOptions,
+    /// For NAME, also NAME.DEVICE: the disks of a machine that has several
+    #[arg(long)]
+    pub disks: bool,
     /// Show what would be deleted
     #[arg(long)]
     pub dry_run: bool,

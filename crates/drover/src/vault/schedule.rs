@@ -7,12 +7,14 @@ use anyhow::{Context, Result, bail};
 use drover_agent::error::Error;
 use drover_agent::home::Home;
 use drover_agent::text::clean;
-use drover_agent::vaults;
+use drover_agent::{mounts, site, vaults};
+use drover_core::ImageName;
+use drover_store::Catalog;
 use drover_vault::Machine;
 use serde_json::json;
 
 use super::common::{machine_of, open};
-use crate::cli::VaultScheduleArgs;
+use crate::cli::{Hypervisor, SnapshotOf, VaultScheduleArgs};
 use crate::failure::usage;
 use crate::{out, prompt};
 
@@ -32,6 +34,66 @@ struct Plan {
     environment: Option<PathBuf>,
     keep: Vec<String>,
     is_of_user: bool,
+}
+
+/// What is backed up.
+enum What {
+    /// A file, by its absolute path.
+    File(PathBuf),
+    /// A disk that a mount of this site serves: the path of its mount, or the name of its image.
+    Mounted(String),
+    /// A machine.
+    Machine(Hypervisor),
+}
+
+impl What {
+    /// What an operand of `drover snapshot` means; none if there is nothing of that name.
+    fn of(home: Option<&Path>, operand: &SnapshotOf) -> Result<Option<What>> {
+        let path = match operand {
+            SnapshotOf::Machine(Hypervisor::Libvirt(_)) => {
+                return Err(usage(
+                    "a machine of libvirt cannot be read for a snapshot; name a QEMU by its QMP socket, as in qmp:/run/web.qmp",
+                ));
+            }
+            SnapshotOf::Machine(hypervisor) => return Ok(Some(What::Machine(hypervisor.clone()))),
+            SnapshotOf::Named(path) => path,
+        };
+        let absolute = std::path::absolute(path)?;
+        let home = Home::existing(Home::locate(home)?).ok();
+        let at_mount = home.as_ref().map(|home| mounts::shown_at(home, &absolute));
+        let absolute_text = || absolute.to_str().map(str::to_owned);
+        if let Some(shown) = at_mount
+            && shown?.is_some()
+        {
+            return Ok(absolute_text().map(What::Mounted));
+        }
+        if absolute.exists() {
+            return Ok(Some(What::File(absolute)));
+        }
+        let name = path.to_str().and_then(|name| ImageName::new(name).ok());
+        let (Some(home), Some(name)) = (home, name) else {
+            return Ok(None);
+        };
+        let image = site::look_at_catalog(&home)?.by_name(&name)?;
+        Ok(image.map(|_| What::Mounted(name.to_string())))
+    }
+
+    /// As an operand of `drover snapshot`.
+    fn text(&self) -> String {
+        match self {
+            What::File(path) => path.display().to_string(),
+            What::Mounted(named) => named.clone(),
+            What::Machine(hypervisor) => hypervisor.to_string(),
+        }
+    }
+}
+
+/// What an operand is called in the vault if nothing is said.
+fn usual_name(operand: &SnapshotOf) -> Result<Machine> {
+    match operand {
+        SnapshotOf::Named(path) | SnapshotOf::Machine(Hypervisor::Qmp(path)) => machine_of(path),
+        SnapshotOf::Machine(Hypervisor::Libvirt(name)) => machine_of(Path::new(name)),
+    }
 }
 
 /// A unit of a name, without its extension.
@@ -62,8 +124,8 @@ fn quoted(word: &str, is_command: bool) -> String {
 }
 
 impl Plan {
-    /// The service and the timer of an image.
-    fn units(&self, image: &Path, machine: &Machine) -> (String, String) {
+    /// The service and the timer of what is backed up.
+    fn units(&self, what: &What, machine: &Machine) -> (String, String) {
         let command = |words: &[&str], operands: &[&str]| {
             let program = self.program.display().to_string();
             let mut all: Vec<String> = vec![quoted(&program, true)];
@@ -81,7 +143,6 @@ impl Plan {
             }
             format!("ExecStart={}\n", all.join(" "))
         };
-        let image = image.display().to_string();
         let name = machine.as_str();
         let about = quoted(name, false);
         let mut service = format!(
@@ -94,10 +155,13 @@ impl Plan {
             service.push_str(&format!("EnvironmentFile={file}\n"));
         }
         let called = format!("--as={name}");
-        service.push_str(&command(&["snapshot", &image, &called], &[]));
+        service.push_str(&command(&["snapshot", &what.text(), &called], &[]));
         if !self.keep.is_empty() {
             let mut forget = vec!["vault", "forget", "--yes"];
             forget.extend(self.keep.iter().map(String::as_str));
+            if matches!(what, What::Machine(_)) {
+                forget.push("--disks");
+            }
             service.push_str(&command(&forget, &[name]));
             service.push_str(&command(&["vault", "compact"], &[]));
         }
@@ -105,7 +169,7 @@ impl Plan {
         if let Some(limit) = self.limit {
             service.push_str(&format!(
                 "IOReadBandwidthMax={} {limit}\n",
-                quoted(&image, false)
+                quoted(&what.text(), false)
             ));
         }
         let timer = format!(
@@ -164,18 +228,40 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
         let machine = match &args.name {
             Some(_) if args.images.len() > 1 => {
                 return Err(usage(
-                    "--as is for one image; others get the names of their files",
+                    "--as is for one image or machine; several get the names of their files or sockets",
                 ));
             }
             Some(name) => name.clone(),
-            None => machine_of(image)?,
+            None => usual_name(image)?,
         };
         if machines.iter().any(|(_, other)| *other == machine) {
             return Err(usage(format!(
-                "two images are called {machine}; name one with --as"
+                "two of them are called {machine}; name one with --as"
             )));
         }
-        machines.push((std::path::absolute(image)?, machine));
+        let what = match What::of(home, image)? {
+            Some(what) => what,
+            None => {
+                let SnapshotOf::Named(path) = image else {
+                    continue;
+                };
+                let path = std::path::absolute(path)?;
+                if !args.remove {
+                    return Err(Error::refused(format!(
+                        "there is no {}",
+                        clean(&path.display().to_string())
+                    ))
+                    .into());
+                }
+                What::File(path)
+            }
+        };
+        if args.io_limit.is_some() && !matches!(what, What::File(_)) && !args.remove {
+            return Err(usage(format!(
+                "--io-limit is for image files: the disks of {machine} are read by another process"
+            )));
+        }
+        machines.push((what, machine));
     }
     let existing = || Home::existing(Home::locate(home)?);
     let known = vaults::find(&args.of.vault.chosen(), Home::locate(home), existing)?;
@@ -186,17 +272,6 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
         .into());
     }
     let program = std::env::current_exe().context("cannot find the drover program")?;
-    let mut keep = Vec::new();
-    for (option, n) in [
-        ("--keep-last", args.keep_last),
-        ("--keep-daily", args.keep_daily),
-        ("--keep-weekly", args.keep_weekly),
-        ("--keep-monthly", args.keep_monthly),
-    ] {
-        if n > 0 {
-            keep.extend([option.to_owned(), n.to_string()]);
-        }
-    }
     let plan = Plan {
         program,
         home: std::path::absolute(Home::locate(home)?)?,
@@ -209,7 +284,7 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
             .as_deref()
             .map(std::path::absolute)
             .transpose()?,
-        keep,
+        keep: args.keep.words(),
         is_of_user,
     };
     if plan.at.trim().is_empty() || plan.at.chars().any(char::is_control) {
@@ -224,14 +299,19 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
         return Err(usage("--at and --environment cannot end in a backslash"));
     }
     let mut files = Vec::new();
-    for (image, machine) in &machines {
+    for (what, machine) in &machines {
         let of_plan = |path: &Option<PathBuf>| {
             path.as_deref()
                 .map_or(Some(""), Path::to_str)
                 .map(str::to_owned)
         };
         let text = [
-            image.to_str().map(str::to_owned),
+            match what {
+                What::File(path) | What::Machine(Hypervisor::Qmp(path)) => {
+                    path.to_str().map(str::to_owned)
+                }
+                What::Mounted(_) | What::Machine(_) => Some(what.text()),
+            },
             Some(plan.vault.clone()),
             plan.home.to_str().map(str::to_owned),
             of_plan(&plan.key_file),
@@ -245,10 +325,7 @@ pub fn schedule(home: Option<&Path>, args: &VaultScheduleArgs) -> Result<()> {
                 "a path with line breaks, or one that is not UTF-8, cannot be in a unit",
             ));
         }
-        if !args.remove && !image.exists() {
-            return Err(Error::refused(format!("there is no {}", image.display())).into());
-        }
-        let (service, timer) = plan.units(image, machine);
+        let (service, timer) = plan.units(what, machine);
         let name = unit_name(machine);
         files.push((directory.join(format!("{name}.service")), service));
         files.push((directory.join(format!("{name}.timer")), timer));

@@ -13,7 +13,7 @@ fn copy_on(vault: &Vault, objects: &MemoryObjects) -> Vault {
 }
 
 fn copy(vault: &Vault, to: &Vault) -> crate::Copied {
-    vault.copy(to, &mut |_| {}).unwrap()
+    vault.copy(to, false, &mut |_| {}).unwrap()
 }
 
 /// Every snapshot of a vault, by name and time, with what is restored of it.
@@ -76,6 +76,66 @@ fn a_copy_moves_only_what_is_missing() {
     // And back: the vault gets what was made at the copy.
     assert_eq!(copy(&to, &vault).snapshots, 1);
     assert!(all(&to) == all(&vault));
+}
+
+/// Neither place brings back what was deleted in the other, unless that is asked for.
+#[test]
+fn what_was_deleted_in_one_place_stays_so() {
+    for is_encrypted in [false, true] {
+        let setting = Setting::new();
+        let vault = match is_encrypted {
+            false => setting.vault(),
+            true => {
+                let secret = Secret::new(b"correct").unwrap();
+                let objects = Arc::new(MemoryObjects::default());
+                Vault::create_encrypted_on(objects, &secret, "first").unwrap()
+            }
+        };
+        let make = |n: u32, time| {
+            let image = setting.image("web", &disk(&[n, n + 1]));
+            let made = vault.backup_at(&image, &machine("web"), "host", time, &mut |_| {});
+            made.unwrap().id
+        };
+        // Before there is a copy, nothing is remembered.
+        vault.forget(&[make(5, 50)]).unwrap();
+        assert_eq!(vault.objects.list("dropped").unwrap(), []);
+        let (one, two) = (make(10, 100), make(20, 200));
+        let other = MemoryObjects::default();
+        let to = copy_on(&vault, &other);
+        assert_eq!(copy(&vault, &to).snapshots, 2);
+        let there = to.snapshots(None).unwrap().0;
+        to.forget(std::slice::from_ref(&there[0].id)).unwrap();
+        to.collect(Duration::ZERO, &mut |_| {}).unwrap();
+        vault.forget(std::slice::from_ref(&two)).unwrap();
+        vault.collect(Duration::ZERO, &mut |_| {}).unwrap();
+        make(30, 300);
+        let done = copy(&vault, &to);
+        assert_eq!((done.snapshots, done.there, done.dropped), (1, 0, 1));
+        let back = copy(&to, &vault);
+        assert_eq!((back.snapshots, back.there, back.dropped), (0, 1, 1));
+        // Deleted in both: neither has it.
+        vault.forget(std::slice::from_ref(&one)).unwrap();
+        assert_eq!(copy(&vault, &to).dropped, 0);
+        // It is wanted after all, and from then on there like others.
+        let done = to.copy(&vault, true, &mut |_| {}).unwrap();
+        assert_eq!((done.snapshots, done.dropped), (1, 0));
+        assert_eq!(copy(&to, &vault).there, 2);
+        is_good(&to);
+        is_good(&vault);
+        let names: Vec<i64> = all_times(&vault);
+        assert_eq!(names, [200, 300]);
+        assert!(
+            !other
+                .keys()
+                .iter()
+                .any(|key| key.contains("dropped/web") && is_encrypted)
+        );
+    }
+}
+
+fn all_times(vault: &Vault) -> Vec<i64> {
+    let entries = vault.snapshots(None).unwrap().0;
+    entries.iter().map(|entry| entry.id.time).collect()
 }
 
 /// Each is compacted by itself; what one lacks then comes from the other, under the same ids.
@@ -193,7 +253,7 @@ fn a_copy_that_is_stopped_at_every_operation_goes_on() {
             let view = there.with_hook(move |number, _| (number == at).then_some(fault));
             let done = vault
                 .copy_on(Arc::new(view.clone()), false)
-                .and_then(|to| vault.copy(&to, &mut |_| {}));
+                .and_then(|to| vault.copy(&to, false, &mut |_| {}));
             let what = format!("{fault:?} at {at}");
             let wanted: Wanted = vec![(kept.clone(), first.clone())];
             is_whole(&there, &wanted, &second, &what);
@@ -265,7 +325,7 @@ fn collections_on_both_sides_hollow_out_no_copy() {
         });
         let vault = Vault::open_on(Arc::new(from.clone())).unwrap();
         let target = vault.copy_on(Arc::new(to.clone()), false).unwrap();
-        let done = vault.copy(&target, &mut |_| {}).unwrap();
+        let done = vault.copy(&target, false, &mut |_| {}).unwrap();
         assert_eq!(done.problems, [], "{at}");
         open(&there).collect(Duration::ZERO, &mut |_| {}).unwrap();
         is_good(&open(&there));
@@ -319,7 +379,13 @@ fn every_object_that_is_damaged_or_lost_is_repaired_from_a_copy() {
             assert_eq!(report.problems, [], "{what}");
             // A record that is lost is not missed, but copied again.
             let is_lost = damage == 0 && key.starts_with("snapshots/");
-            assert_eq!(report.repaired.len(), usize::from(!is_lost), "{what}");
+            // That there are copies is said again by the next one.
+            let is_word = key == "copied";
+            assert_eq!(
+                report.repaired.len(),
+                usize::from(!is_lost && !is_word),
+                "{what}"
+            );
             assert_eq!(copy(&vault, &to).snapshots, u64::from(is_lost), "{what}");
             assert!(all(&to) == whole, "{what}");
             is_good(&to);

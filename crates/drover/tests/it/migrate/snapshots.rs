@@ -160,4 +160,15 @@ async fn the_disks_of_a_machine_are_of_one_moment() {
             "{one}, {two}"
         );
     }
+    // The machine's name means its disks, where that is said.
+    let forget = |more: &[&str]| {
+        let args = ["vault", "forget", "web", "--keep-last", "1", "--dry-run"];
+        sites.world.run("near", &[&args, more].concat())
+    };
+    forget(&[]).fails(3, &["no snapshot of web"]);
+    let due = forget(&["--disks"]).ok().out;
+    assert!(
+        due.contains("web.vd0@") && due.contains("web.vd1@"),
+        "{due}"
+    );
 }

@@ -163,6 +163,28 @@ fn timers_are_written_shown_and_removed() {
     let listed = run(&["snapshots", "db", "--json"]).ok().json();
     assert_eq!(listed.len(), 1);
 
+    // Machines and mounted images as `drover snapshot` takes them; what reads them is no process of the unit.
+    let shown = |what: &str, more: &[&str]| {
+        run(&[&["vault", "schedule", what, "--dry-run"], more].concat())
+    };
+    let machine = shown("qmp:vm.qmp", &["--keep-last", "2"]).ok().out;
+    let socket = format!("\"qmp:{}\"", world.path("vm.qmp").display());
+    assert!(
+        machine.contains(&socket) && machine.contains("\"--disks\"") && machine.contains("--as=vm"),
+        "{machine}"
+    );
+    shown("qmp:vm.qmp", &["--io-limit", "50M"]).fails(2, &["--io-limit"]);
+    shown("disk.raw", &[]).fails(3, &["there is no"]);
+    fs::create_dir(world.path("indexed")).unwrap();
+    world.image("indexed/disk.raw", 5, 100);
+    run(&["index", "indexed/disk.raw"]).ok();
+    let image = shown("disk.raw", &["--keep-last", "2"]).ok().out;
+    assert!(
+        image.contains("\"disk.raw\"") && !image.contains("--disks"),
+        "{image}"
+    );
+    shown("disk.raw", &["--io-limit", "50M"]).fails(2, &["another process"]);
+
     // A unit of somebody else is left.
     let own = world.path("units/drover-snapshot-db.timer");
     fs::write(&own, "[Timer]\nOnCalendar=weekly\n").unwrap();
