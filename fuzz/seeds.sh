@@ -51,6 +51,7 @@ seed vault_objects page '\1\5\0\1\2\4\7\0\24'
 seed vault_objects uses '\3\1\1w\1\5\0\24\72\60\0\0\1\0\0\0\0\0\1\0\20\0\0\0\1\0\2\0'
 seed vault_objects aborted '\4\1'
 seed vault_objects sealed '\5containers/x/1.0'
+seed vault_objects peer '\6\20\10\0\5vault\3\21\3abc\20\7\2\5vault'
 seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
 # Of Debian 12 with two packages and a block of its disk; a log that forgets a file.

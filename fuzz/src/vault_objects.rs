@@ -1,4 +1,5 @@
-//! The objects of a vault: containers, pages and heads of recipes, uses, records, what is encrypted.
+//! The objects of a vault: containers, pages and heads of recipes, uses, records, what is encrypted; what peers
+//! send about them.
 
 use drover_vault::fuzzing;
 
@@ -9,6 +10,7 @@ pub fn run(data: &[u8]) {
         [2, rest @ ..] => fuzzing::recipe_head(rest),
         [3, rest @ ..] => fuzzing::uses(rest),
         [5, rest @ ..] => fuzzing::sealed(rest),
+        [6, rest @ ..] => fuzzing::peer(rest),
         [_, rest @ ..] => fuzzing::records(rest),
         [] => {}
     }

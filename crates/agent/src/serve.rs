@@ -55,6 +55,7 @@ mod strangers;
 mod taken;
 mod transfers;
 mod trust;
+mod vaults;
 mod work;
 
 use std::net::SocketAddr;

@@ -1,15 +1,21 @@
-//! The vaults that a home knows: those created from it. Its only one is the default.
+//! The vaults that a home knows: those created from it. Its only one is the default, and that of its peers.
+
+mod link;
 
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use drover_storage::{Envelope, EnvelopeError};
-use drover_vault::{Location, MAX_SECRET, Secret, Vault, VaultError};
+use drover_vault::peer::{PeerObjects, PeerPatience};
+use drover_vault::{Location, MAX_SECRET, Objects, Secret, Vault, VaultError};
 
 use crate::error::{Error, Result};
 use crate::home::Home;
+use link::AtPeer;
+pub use link::OpenVault;
 
 /// Most vaults of a home.
 const MAX_VAULTS: usize = 64;
@@ -148,6 +154,24 @@ fn known_in(dir: &Path) -> Result<Vec<Known>> {
     Ok(out)
 }
 
+/// The vault that a site serves to its peers: its only one.
+///
+/// # Errors
+/// When it has none, or several; when the record cannot be read.
+pub fn served(home: &Home, site: &str) -> Result<Location> {
+    let mut known = known(home)?;
+    known.retain(|known| known.key != Key::Seen);
+    match known.as_slice() {
+        [only] => Ok(only.location.clone()),
+        [] => Err(Error::refused(format!(
+            "{site} has no vault; `drover vault init` creates one there"
+        ))),
+        _ => Err(Error::refused(format!(
+            "{site} has several vaults, so that none is for its peers"
+        ))),
+    }
+}
+
 /// Adds a vault to those that a home knows.
 ///
 /// # Errors
@@ -256,13 +280,24 @@ pub fn find(
 }
 
 impl Known {
-    /// Opens it. If it is encrypted and its secret is in no file, `ask` is asked for it.
+    /// Opens it; `home` knows the peers. If it is encrypted and its secret is in no file, `ask` is asked for it.
     ///
     /// # Errors
     /// When it cannot be opened, or is not encrypted although it should be.
-    pub fn open(&self, ask: &mut dyn FnMut() -> Result<Secret>) -> Result<Vault> {
+    pub fn open(
+        &self,
+        home: impl FnOnce() -> Result<Home>,
+        ask: &mut dyn FnMut() -> Result<Secret>,
+    ) -> Result<Vault> {
         let mut failed = None;
-        let opened = self.location.open(&mut || {
+        let objects: Arc<dyn Objects> = match &self.location {
+            Location::Peer(name) => {
+                let peer = Box::new(AtPeer::new(&home()?, name)?);
+                Arc::new(PeerObjects::new(peer, PeerPatience::default()))
+            }
+            other => other.objects()?,
+        };
+        let opened = Vault::open_with(objects, &mut || {
             let secret = match &self.key {
                 Key::File(path) => read_key(path),
                 Key::None | Key::Asked | Key::Seen => ask(),

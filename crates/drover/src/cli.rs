@@ -54,8 +54,8 @@ pub use values::Format;
 pub use values::ImageAt;
 use values::image_name;
 pub use vault::{
-    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultCopyArgs,
-    VaultDrillArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs, VaultScheduleArgs,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, SnapshotsOf, VaultAction, VaultArgs,
+    VaultCopyArgs, VaultDrillArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs, VaultScheduleArgs,
 };
 
 /// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.

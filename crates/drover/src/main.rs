@@ -162,7 +162,7 @@ fn run(cli: Cli) -> Result<()> {
             wait(profile::profile(&home, args))
         }
         Command::Vault(args) => vault::vault(cli.home.as_deref(), args),
-        Command::Snapshot(args) => snapshot::snapshot(cli.home.as_deref(), &args),
+        Command::Snapshot(args) => snapshot::snapshot(cli.home.as_deref(), args),
         Command::Snapshots(args) => vault::snapshots(cli.home.as_deref(), &args),
         Command::Restore(args) => vault::restore(cli.home.as_deref(), &args),
         Command::Space(args) => space::space(&of(&args.of)?, &args),

@@ -33,7 +33,11 @@ use crate::{migrate, out};
 ///
 /// # Errors
 /// When the source cannot be read, or the vault cannot be written.
-pub fn snapshot(home: Option<&Path>, args: &SnapshotArgs) -> Result<()> {
+pub fn snapshot(home: Option<&Path>, mut args: SnapshotArgs) -> Result<()> {
+    if let Some(peer) = args.peer.take() {
+        args.of.vault.vault = Some(peer);
+    }
+    let args = &args;
     let path = match &args.of_what {
         SnapshotOf::Machine(hypervisor) => return of_machine(home, hypervisor, args),
         SnapshotOf::Named(path) => path,

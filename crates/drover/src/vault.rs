@@ -21,8 +21,8 @@ use serde_json::{Value, json};
 
 use crate::bar::Bar;
 use crate::cli::{
-    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, VaultAction, VaultArgs, VaultCopyArgs,
-    VaultInitArgs, VaultKeyAction, VaultKeyArgs,
+    ForgetArgs, OfVault, RestoreArgs, SnapshotsArgs, SnapshotsOf, VaultAction, VaultArgs,
+    VaultCopyArgs, VaultInitArgs, VaultKeyAction, VaultKeyArgs,
 };
 use crate::failure::usage;
 use crate::{out, prompt};
@@ -163,8 +163,18 @@ pub fn json_of(entry: &Entry) -> Value {
 /// # Errors
 /// When the vault cannot be read.
 pub fn snapshots(home: Option<&Path>, args: &SnapshotsArgs) -> Result<()> {
-    let vault = open(home, &args.of)?;
-    let (entries, damaged) = vault.snapshots(args.name.as_ref()).map_err(Error::from)?;
+    let (mut of, mut name) = (args.of.clone(), None);
+    for what in &args.of_what {
+        let before = match what {
+            SnapshotsOf::Machine(machine) => name.replace(machine).is_some(),
+            SnapshotsOf::Peer(peer) => of.vault.vault.replace(peer.clone()).is_some(),
+        };
+        if before {
+            return Err(usage("name one machine and one vault at most"));
+        }
+    }
+    let vault = open(home, &of)?;
+    let (entries, damaged) = vault.snapshots(name).map_err(Error::from)?;
     for id in &damaged {
         out::note(&format!(
             "drover: the record of {} is damaged; see `drover vault check`",

@@ -4,6 +4,7 @@ use drover_core::{Digest, put_varint};
 
 use crate::container::{GROUP_BLOCKS, Head, reseal_for_fuzzing};
 use crate::digester::Digester;
+use crate::peer::{Ask, MAX_PUT_BYTES, MAX_READ_BYTES, Serving, Task, asking_for_fuzzing};
 use crate::recipe::{PAGE_BLOCKS, Page, RecipeHead, head_for_fuzzing};
 use crate::record::{
     HolderRecord, HookRecord, KeyRecord, SnapshotRecord, VaultRecord, seal_all_for_fuzzing,
@@ -77,6 +78,49 @@ pub fn sealed(bytes: &[u8]) {
     }
     let sealed = keys.seal("x", bytes);
     assert_eq!(keys.open("x", 0, &sealed, true).as_deref(), Some(bytes));
+}
+
+/// What a peer sends about a vault: frames for the end that serves, and for the one that asks. Each is a kind, a length and so
+/// many bytes.
+pub fn peer(bytes: &[u8]) {
+    let mut frames = Vec::new();
+    let mut rest = bytes;
+    while let [kind, len, tail @ ..] = rest {
+        let (payload, tail) = tail.split_at(usize::from(*len).min(tail.len()));
+        frames.push((*kind, bytes::Bytes::copy_from_slice(payload)));
+        rest = tail;
+    }
+    let mut serving = Serving::default();
+    for (kind, payload) in &frames {
+        match serving.frame(*kind, payload) {
+            Err(_) => break,
+            Ok(None) => assert!(serving.missing() <= MAX_PUT_BYTES as usize),
+            Ok(Some(Task::Create(_, bytes))) => assert!(bytes.len() <= MAX_PUT_BYTES as usize),
+            Ok(Some(Task::Read(_, range))) => {
+                assert!(range.end - range.start <= u64::from(MAX_READ_BYTES));
+            }
+            Ok(Some(Task::List(key) | Task::Remove(key))) => {
+                assert!(
+                    key.split('/')
+                        .all(|part| !part.is_empty() && !part.starts_with('.'))
+                );
+            }
+        }
+    }
+    let key = "uses".to_owned();
+    for ask in [
+        Ask::List {
+            prefix: key.clone(),
+        },
+        Ask::Read {
+            key: key.clone(),
+            from: 0,
+            len: 5,
+        },
+        Ask::Remove { key },
+    ] {
+        asking_for_fuzzing(&ask, &frames);
+    }
 }
 
 /// The small records.

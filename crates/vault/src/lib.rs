@@ -2,7 +2,7 @@
 //!
 //! A [`Vault`] stands on [`Objects`], which write once: [`Vault::backup`] makes a snapshot, [`Vault::open_snapshot`]
 //! reads one, [`Vault::restore`] writes it to a file, [`Vault::hold`] keeps one, [`Vault::forget`] and
-//! [`Vault::collect`] delete, [`Vault::check`] verifies. What is stored, and why no crash and no concurrent deletion loses anything, is in
+//! [`Vault::collect`] delete, [`Vault::check`] verifies; [`peer`] is a vault at another site. What is stored, and why no crash and no concurrent deletion loses anything, is in
 //! `docs/format/vault.md`.
 //!
 //! What must not live here: the command line, network protocols of its own, unsafe code, and image formats (those are in `image`).
@@ -50,6 +50,7 @@ mod location;
 mod lru;
 mod names;
 mod objects;
+pub mod peer;
 mod popular;
 mod problem;
 mod reader;

@@ -14,7 +14,8 @@ use crate::objects::Objects;
 use crate::record::Share;
 use crate::vault::Vault;
 
-/// A directory, or a prefix in an object store: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`.
+/// A directory, a prefix in an object store: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or that
+/// of a peer: `PEER:`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum Location {
@@ -22,7 +23,12 @@ pub enum Location {
     Directory(PathBuf),
     /// The URL of a bucket, or of a prefix in it.
     Store(String),
+    /// The vault of the peer of this name. Whoever knows the peers opens it: [`crate::peer`].
+    Peer(String),
 }
+
+/// What ends the name of a peer.
+const PEER: char = ':';
 
 impl Location {
     /// The same from wherever it is read: with an absolute path.
@@ -32,7 +38,7 @@ impl Location {
     pub fn absolute(self) -> std::io::Result<Location> {
         Ok(match self {
             Location::Directory(path) => Location::Directory(std::path::absolute(path)?),
-            store @ Location::Store(_) => store,
+            other @ (Location::Store(_) | Location::Peer(_)) => other,
         })
     }
 
@@ -43,9 +49,30 @@ impl Location {
     pub fn create(&self, share: Share, secret: Option<(&Secret, &str)>) -> Result<Vault> {
         let objects = match self {
             Location::Directory(path) => Vault::empty(path)?,
-            Location::Store(url) => objects(url)?,
+            other => other.objects()?,
         };
         Vault::create_shared_on(objects, share, secret)
+    }
+
+    /// The store there, as it is.
+    ///
+    /// # Errors
+    /// [`crate::VaultError::NoVault`] if there is no such directory; [`crate::VaultError::Unsupported`], also for that of a peer.
+    pub fn objects(&self) -> Result<Arc<dyn Objects>> {
+        match self {
+            Location::Directory(path) => Vault::existing(path),
+            Location::Store(url) => objects(url),
+            Location::Peer(name) => Err(crate::VaultError::Unsupported {
+                url: self.to_string(),
+                why: format!("it is a peer's vault: run the command at {name}"),
+            }),
+        }
+    }
+
+    /// Whether each read takes long: the vault is at the other end of a network.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        !matches!(self, Location::Directory(_))
     }
 
     /// Opens the vault there; `ask` is asked for a secret if it is encrypted.
@@ -53,11 +80,7 @@ impl Location {
     /// # Errors
     /// As [`Vault::open_with`]; [`crate::VaultError::Unsupported`].
     pub fn open(&self, ask: &mut Ask<'_>) -> Result<Vault> {
-        let objects = match self {
-            Location::Directory(path) => Vault::existing(path)?,
-            Location::Store(url) => objects(url)?,
-        };
-        Vault::open_with(objects, ask)
+        Vault::open_with(self.objects()?, ask)
     }
 }
 
@@ -68,7 +91,7 @@ impl Location {
     /// As [`Vault::copy_on`]; [`crate::VaultError::NotEmpty`], [`crate::VaultError::Unsupported`].
     pub fn copy_of(&self, vault: &Vault, create: bool) -> Result<Vault> {
         let objects = match self {
-            Location::Store(url) => objects(url)?,
+            Location::Store(_) | Location::Peer(_) => self.objects()?,
             Location::Directory(path) => match Vault::existing(path) {
                 Ok(objects) if Vault::record_on(&*objects)?.is_some() => objects,
                 _ if create => Vault::empty(path)?,
@@ -102,7 +125,12 @@ impl From<String> for Location {
         match text.contains("://") {
             true if trimmed.contains("://") => Location::Store(trimmed.to_owned()),
             true => Location::Store(text),
-            false => Location::Directory(text.into()),
+            false => match text.strip_suffix(PEER) {
+                Some(name) if !name.is_empty() && !name.contains('/') => {
+                    Location::Peer(name.to_owned())
+                }
+                _ => Location::Directory(text.into()),
+            },
         }
     }
 }
@@ -131,6 +159,7 @@ impl fmt::Display for Location {
         match self {
             Location::Directory(path) => path.display().fmt(f),
             Location::Store(url) => f.write_str(url),
+            Location::Peer(name) => write!(f, "{name}{PEER}"),
         }
     }
 }
@@ -149,6 +178,13 @@ mod tests {
         assert_eq!(location("s3://bucket/a/b//"), store);
         assert_eq!(location("s3://bucket/").to_string(), "s3://bucket");
         assert_eq!(location("s3://").to_string(), "s3://");
+        let peer = location("lyon:");
+        assert_eq!(peer, Location::Peer("lyon".into()));
+        assert_eq!(location(&peer.to_string()), peer);
+        assert!(peer.open(&mut || panic!()).is_err());
+        for directory in [":", "a/b:", "./lyon:", "/lyon:"] {
+            assert_eq!(location(directory), Location::Directory(directory.into()));
+        }
         let relative = location("store").absolute().unwrap();
         assert!(relative.to_string().starts_with('/'));
         for url in ["ftp://x/y", "s3://", "s3://a/../b"] {

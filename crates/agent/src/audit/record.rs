@@ -65,6 +65,8 @@ pub enum Event {
     ChangesDropped,
     /// The profile of an image was changed.
     ProfileChanged,
+    /// A peer made a snapshot in the vault of this site.
+    BackedUp,
     /// What a peer may do was changed.
     RightsChanged,
     /// A peer was forgotten.

@@ -71,7 +71,7 @@ pub async fn end(
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         if let Some(disk) = &image.local {
-            snapshots::let_go(disk, mount_id(&record, index)).await;
+            snapshots::let_go(home, disk, mount_id(&record, index)).await;
             // Writes to a local disk are already in it, and its lock was released when the process died.
             continue;
         }

@@ -66,7 +66,7 @@ pub fn resolve(home: &Home, image: Target, vault: &Chosen) -> Result<Target> {
     }
     let place = vaults::find(vault, Ok(home.dir().to_path_buf()), || Ok(home.clone()))
         .with_context(|| format!("{} is no image of this site", image.image))?;
-    let opened = open_vault(&place)?;
+    let opened = open_vault(home, &place)?;
     vaults::remember(home, &place.location, &opened)?;
     let entry = opened.find(&reference)?;
     Ok(Target {
@@ -81,8 +81,8 @@ pub fn resolve(home: &Home, image: Target, vault: &Chosen) -> Result<Target> {
 }
 
 /// Opens a vault for a mount, whose process cannot ask for a passphrase.
-fn open_vault(known: &Known) -> Result<Vault> {
-    known.open(&mut || {
+fn open_vault(home: &Home, known: &Known) -> Result<Vault> {
+    known.open(|| Ok(home.clone()), &mut || {
         Err(Error::refused(format!(
             "the vault {} is encrypted, and the process of a mount cannot ask for a passphrase: name a file with it by --key-file",
             known.location
@@ -91,11 +91,12 @@ fn open_vault(known: &Known) -> Result<Vault> {
 }
 
 /// The vault of a snapshot.
-fn vault_of(vault: &Location, key_file: Option<&PathBuf>) -> Result<Vault> {
-    open_vault(&Known {
+fn vault_of(home: &Home, vault: &Location, key_file: Option<&PathBuf>) -> Result<Vault> {
+    let known = Known {
         location: vault.clone(),
         key: key_file.map_or(Key::None, |path| Key::File(path.clone())),
-    })
+    };
+    open_vault(home, &known)
 }
 
 /// Whether the site has an image of that name, or is being sent one.
@@ -109,7 +110,7 @@ fn is_image(home: &Home, image: &Target) -> Result<bool> {
     Ok(transfers.iter().any(|t| t.name == name.as_str()))
 }
 
-/// The disk of a snapshot, what holds it, and its cache, in the directory `cache`, if its vault is in an object store.
+/// The disk of a snapshot, what holds it, and its cache, in the directory `cache`, if its vault is in an object store, or at a peer.
 ///
 /// # Errors
 /// When the snapshot was forgotten or is damaged, its image needs other files, or its changes cannot be opened.
@@ -121,7 +122,7 @@ pub fn open(
     cache: &Path,
 ) -> Result<(Arc<dyn BlockDevice>, Hold, Option<Cached>)> {
     let (location, key_file, id) = disk;
-    let vault = vault_of(location, key_file)?;
+    let vault = vault_of(home, location, key_file)?;
     let hold = vault.hold(id, mount.session, &mount.text)?;
     let snapshot = vault.open_snapshot(id)?;
     let base = snapshot.record().root;
@@ -129,7 +130,7 @@ pub fn open(
     let disk = disk.map_err(|e| Error::refused(format!("{id}: {e}")))?;
     let mut device: Arc<dyn BlockDevice> = Arc::new(ImageDevice::new(disk));
     let mut cached = None;
-    if matches!(location, Location::Store(_)) && !how.direct {
+    if location.is_remote() && !how.direct {
         let identity = format!("{location}\n{id}");
         let (front, behind) = cached::open(home, device, how, cache, &identity, base)?;
         (device, cached) = (front, Some(behind));
@@ -171,7 +172,7 @@ pub fn open(
 }
 
 /// Tells the vault that a mount whose process was killed does not hold a snapshot any more.
-pub async fn let_go(disk: &LocalDisk, mount: MountId) {
+pub async fn let_go(home: &Home, disk: &LocalDisk, mount: MountId) {
     let LocalDisk::Snapshot {
         vault,
         id,
@@ -180,8 +181,9 @@ pub async fn let_go(disk: &LocalDisk, mount: MountId) {
     else {
         return;
     };
+    let home = home.clone();
     let told = tokio::task::spawn_blocking(move || {
-        let told = vault_of(&vault, key_file.as_ref())
+        let told = vault_of(&home, &vault, key_file.as_ref())
             .and_then(|vault| Ok(vault.let_go(&id, session(mount))?));
         if let Err(e) = told {
             // It is void a day after the mount's last word.

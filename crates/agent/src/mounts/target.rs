@@ -68,13 +68,7 @@ impl LocalDisk {
 
     /// Whether a cache stands before it, unless the mount is direct: each of its reads takes long.
     pub fn is_cached(&self) -> bool {
-        matches!(
-            self,
-            LocalDisk::Snapshot {
-                vault: Location::Store(_),
-                ..
-            }
-        )
+        matches!(self, LocalDisk::Snapshot { vault, .. } if vault.is_remote())
     }
 
     /// Its mode in the status of a mount.

@@ -92,6 +92,7 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
         server,
         |domain| Connections(Arc::clone(&domain.devices)),
     ));
+    services.add(super::vaults::Vaults::new(server));
     let site = InDomain(Arc::clone(server));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::ListTransfers>(site.clone());

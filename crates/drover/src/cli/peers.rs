@@ -33,7 +33,9 @@ Rights:
           merge or drop the changes to those that it sent
   match   have digests matched, and nothing else: for sites that use a teleporter
   admin   remove and share every image; with send or write: replace or write every image
-  host, backup, sync, swap and node have no use yet.
+  host    with send: bring machines that config.toml expects, and disks that programs use
+  backup  make snapshots in the vault of this site, and read its own; delete nothing
+  sync, swap and node have no use yet.
   Several are separated by commas; none is none of them.")]
 pub struct TicketArgs {
     /// What the peer may do here

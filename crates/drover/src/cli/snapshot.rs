@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum, ValueHint};
-use drover_vault::Machine;
+use drover_vault::{Location, Machine};
 
 use super::snapshot_of::SnapshotOf;
 use super::values::DomainArg;
-use super::vault::{OfVault, machine};
+use super::vault::{OfVault, machine, peer};
 
 /// Make a snapshot in a vault: of an image file, of a running machine, or of a disk that a program uses
 ///
 /// Blocks that the vault has already, of whatever machine, are not stored again. A file must not be in use by a program that writes to it; it can be restored byte for byte,
-/// container format included. Other files that it names, such as a backing file, are not part of it.
+/// container format included. Other files that it names, such as a backing file, are not part of it. A peer must have given this site the right `backup`; only what its vault lacks is sent.
 ///
 /// All disks of a machine are as of one moment, and the machine writes on meanwhile: QEMU copies aside what it overwrites. If a guest agent runs in it, its file systems are frozen
 /// for that moment (milliseconds; `--freeze`). QEMU then records what is written, so that the next snapshot into the same vault reads only that. One disk is kept as NAME, several as
@@ -23,6 +23,7 @@ Examples:
   drover snapshot web.qcow2
   drover snapshot /srv/images/web.qcow2 --as web
   drover snapshot web.qcow2 --vault /mnt/vault
+  drover snapshot web.qcow2 lyon                       into a peer's vault
   drover snapshot qmp:/run/web.qmp                     a running machine
   drover snapshot qmp:/run/db.qmp --freeze always --as db
   drover snapshot qmp:/run/web.qmp --once              QEMU records nothing afterwards
@@ -31,6 +32,9 @@ pub struct SnapshotArgs {
     /// Image file, or block device; a machine: qmp: and the QMP socket of its QEMU; an image of this site that is mounted for writing, or the path of its mount
     #[arg(value_name = "IMAGE|MACHINE", value_hint = ValueHint::FilePath)]
     pub of_what: SnapshotOf,
+    /// The peer in whose vault it is kept; as --vault PEER:
+    #[arg(value_name = "PEER", conflicts_with = "vault", value_parser = peer)]
+    pub peer: Option<Location>,
     /// Name in the vault [default: the name of the file, without its extension, or of the machine]
     #[arg(long = "as", value_name = "NAME", value_parser = machine)]
     pub name: Option<Machine>,

@@ -13,7 +13,7 @@ use super::snapshot_of::SnapshotOf;
 /// Which vault.
 #[derive(Debug, Clone, Default, Args)]
 pub struct VaultOption {
-    /// Directory of the vault, or s3://BUCKET/PREFIX, gs://... or az://... [default: the only one that was created from this site]
+    /// Directory of the vault, s3://BUCKET/PREFIX, gs://... or az://..., or PEER: for that of a peer [default: the only one that was created from this site]
     #[arg(long, value_name = "VAULT", value_hint = ValueHint::DirPath)]
     pub vault: Option<Location>,
     /// If the vault is encrypted: file with its passphrase [default: the one it was created with, else it is asked for]
@@ -478,18 +478,50 @@ pub struct ForgetArgs {
 
 /// List snapshots
 ///
+/// In the vault of a peer, those of the machines whose snapshots this site has made there; with the right `admin`, all.
+///
 /// TIME is UTC. SIZE is the length of the file, DATA that of its blocks that are not zero, NEW that of blocks that the vault did not have, STORED what those took.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover snapshots
-  drover snapshots web --json")]
+  drover snapshots web --json
+  drover snapshots web lyon:                 in the vault of a peer")]
 pub struct SnapshotsArgs {
-    /// Name of a machine [default: all]
-    #[arg(value_name = "NAME", value_parser = machine)]
-    pub name: Option<Machine>,
+    /// Name of a machine [default: all], and the peer in whose vault they are
+    #[arg(value_name = "NAME|PEER:", num_args = 0..=2)]
+    pub of_what: Vec<SnapshotsOf>,
     #[command(flatten)]
     pub of: OfVault,
+}
+
+/// Which snapshots are listed.
+#[derive(Debug, Clone)]
+pub enum SnapshotsOf {
+    /// Those of a machine.
+    Machine(Machine),
+    /// Those in the vault of a peer.
+    Peer(Location),
+}
+
+impl std::str::FromStr for SnapshotsOf {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(peer @ Location::Peer(_)) => Ok(SnapshotsOf::Peer(peer)),
+            _ => machine(text).map(SnapshotsOf::Machine),
+        }
+    }
+}
+
+/// The vault of a peer, by the peer's name.
+pub(super) fn peer(text: &str) -> Result<Location, String> {
+    let name = text.trim_end_matches(':');
+    match format!("{name}:").parse() {
+        Ok(peer @ Location::Peer(_)) => Ok(peer),
+        _ => Err("the second operand is the name of a peer; --vault names another vault".into()),
+    }
 }
 
 /// Write a snapshot to a file, byte for byte as it was; or a single file out of its file system

@@ -23,7 +23,9 @@ pub fn open(home: Option<&Path>, of: &OfVault) -> Result<Vault> {
     let existing = || Home::existing(Home::locate(home)?);
     let known = vaults::find(&of.vault.chosen(), Home::locate(home), existing)?;
     let ask = || passphrase(&format!("passphrase of {}", known.location));
-    let vault = known.open(&mut || ask().map_err(|e| Error::usage(e.to_string())))?;
+    let vault = known.open(existing, &mut || {
+        ask().map_err(|e| Error::usage(e.to_string()))
+    })?;
     if let Ok(home) = existing() {
         vaults::remember(&home, &known.location, &vault)?;
     }

@@ -4,6 +4,7 @@ mod copies;
 mod encrypted;
 mod files;
 mod operations;
+mod peers;
 mod s3;
 
 use std::fs;
