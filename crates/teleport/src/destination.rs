@@ -190,6 +190,8 @@ pub struct Destination {
     end: Option<Option<Digest>>,
     finished: bool,
     counts: Counts,
+    /// Blocks of batches that have arrived which the source is to send, and has not.
+    coming: u64,
 }
 
 /// Where the image's blocks have come from so far.
@@ -230,6 +232,7 @@ impl Destination {
             end: None,
             finished: false,
             counts: Counts::default(),
+            coming: 0,
         }
     }
 
@@ -278,6 +281,12 @@ impl Destination {
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.counts
+    }
+
+    /// Blocks of announced batches that were requested from the source and have not come.
+    #[must_use]
+    pub fn coming(&self) -> u64 {
+        self.coming
     }
 
     /// Number of batches that have arrived and are incomplete.
@@ -520,6 +529,7 @@ impl Destination {
                 |bits: &Option<DataBits>| bits.as_ref().is_some_and(|b| b.get((*place).into()));
             if has(&was.wanted) {
                 open.asked.set(i as u64);
+                self.coming += 1;
             }
             if has(&was.data) {
                 open.ahead.set(i as u64);
@@ -598,6 +608,7 @@ impl Destination {
             .filter(|&i| {
                 let new = !open.asked.get(u64::from(i));
                 open.asked.set(u64::from(i));
+                self.coming += u64::from(new && open.missing.get(u64::from(i)));
                 new
             })
             .map(|i| first + u64::from(open.places[i as usize]))
@@ -621,6 +632,7 @@ impl Destination {
                 }
                 if open.missing.get(u64::from(i)) {
                     open.missing.clear(u64::from(i));
+                    self.coming -= u64::from(open.asked.get(u64::from(i)));
                     good += 1;
                 }
             }
@@ -656,6 +668,7 @@ impl Destination {
             }
             if open.missing.get(i as u64) {
                 open.missing.clear(i as u64);
+                self.coming -= 1;
                 self.counts.sent_blocks += 1;
             }
             if touched.last() != Some(&index) {

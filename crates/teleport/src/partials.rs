@@ -188,6 +188,13 @@ impl Partial {
         }
     }
 
+    /// Whether none of these blocks is known to be missing.
+    fn is_whole(&self, first: CompactIndex, count: u64) -> bool {
+        let state = self.state.read();
+        let runs = state.blocks.walk_runs(first, count);
+        !state.exact || runs.is_some_and(|runs| state.missing_of(&runs) == 0)
+    }
+
     /// Length of the run from `first`, at most `count`, in which all data blocks are readable or none is, as far as
     /// is known of a stopped transfer; `count` for a running one.
     fn alike(&self, first: CompactIndex, count: u64) -> u64 {
@@ -413,6 +420,13 @@ impl Partials {
         partial.map_or(Reach::Gone, |p| p.reach(first, count))
     }
 
+    /// Whether none of `count` data blocks of an image from `first` on is known to be missing.
+    #[must_use]
+    pub fn is_whole(&self, image: ImageId, first: CompactIndex, count: u64) -> bool {
+        let partial = self.all.read().get(&image).cloned();
+        partial.is_none_or(|p| p.is_whole(first, count))
+    }
+
     /// How many of `count` data blocks of an image from `first` on are in the same state as the first: present or
     /// missing.
     #[must_use]
@@ -563,6 +577,8 @@ mod tests {
         drop(transit);
         assert!(!all.is_live(image) && all.knows(image));
         assert_eq!(all.reach(image, CompactIndex(49), 2), Reach::Here);
+        assert!(!all.is_whole(image, CompactIndex(49), 2));
+        assert!(all.is_whole(image, CompactIndex(48), 2));
         assert_eq!(all.reach(image, CompactIndex(50), 2), Reach::Gone);
         assert_eq!(
             all.read(image, CompactIndex(10), 20).unwrap().runs,

@@ -54,16 +54,26 @@ pub struct How<'a> {
 /// When the database does not answer.
 pub async fn find(home: &Home, order: &FlockOrder) -> Result<Option<ByNodes>> {
     let is_default = home.domain_name() == DEFAULT_DOMAIN;
-    if home.config.catalog.is_none() || !is_default || order.atomic || order.items.is_empty() {
+    if home.config.catalog.is_none() || !is_default || order.items.is_empty() {
         return Ok(None);
     }
+    let atomic = order.atomic;
     let (home, paths) = (home.clone(), order.items.iter());
     let paths: Vec<_> = paths.map(|item| item.path.clone()).collect();
     let found = tokio::task::spawn_blocking(move || {
         let nodes = join::nodes(&home)?;
         let listed = nodes.list().map_err(Error::from)?;
         let serves = |node: &NodeInfo| node.row.state == NodeState::Serving && node.left_ms > 0;
-        if !listed.iter().any(serves) {
+        let serving = listed.iter().filter(|node| serves(node)).count();
+        if serving == 0 {
+            return Ok(None);
+        }
+        if atomic {
+            if serving > 1 {
+                out::note(
+                    "only this host sends: a flock whose images are named together goes to one node",
+                );
+            }
             return Ok(None);
         }
         let images = home.images_dir();

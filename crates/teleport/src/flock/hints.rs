@@ -3,6 +3,7 @@
 //! entered, and is sent twice.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use drover_core::Digest;
 use drover_index::ImageId;
@@ -24,10 +25,46 @@ const MAX_NODE_BYTES: usize = 63;
 /// Bytes of a short digest.
 const KEY: usize = Digest::SHORT_LEN;
 
-/// Which of `nodes` has a digest in its range.
-#[must_use]
-pub fn owner_of(digest: &Digest, nodes: usize) -> usize {
-    ((u128::from(digest.prefix()) * nodes as u128) >> 64) as usize
+/// Parts of the hash space, each of which one node has.
+const PARTS: usize = 1024;
+
+/// Which node has which parts of the hash space. When a node comes or goes, only what it gets or had moves.
+#[derive(Debug)]
+pub(crate) struct Ranges(Vec<u16>);
+
+impl Ranges {
+    /// Those of these nodes, of which there is at least one.
+    pub fn of(nodes: &[String]) -> Ranges {
+        let seeds: Vec<u64> = nodes.iter().map(|node| seed(node)).collect();
+        let owner = |part: usize| {
+            let weigh = |seed: &u64| mixed(seed ^ (part as u64 + 1).wrapping_mul(GOLDEN));
+            let best = seeds.iter().zip(0u16..).max_by_key(|(seed, _)| weigh(seed));
+            best.map_or(0, |(_, nth)| nth)
+        };
+        Ranges((0..PARTS).map(owner).collect())
+    }
+
+    /// The place of the node that has a digest.
+    pub fn owner_of(&self, digest: &Digest) -> usize {
+        let part = (u128::from(digest.prefix()) * PARTS as u128) >> 64;
+        self.0[part as usize].into()
+    }
+}
+
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// A number for a name.
+fn seed(name: &str) -> u64 {
+    let hash = *blake3::hash(name.as_bytes()).as_bytes();
+    hash.first_chunk::<8>()
+        .map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+/// All bits of the result depend on all bits of the argument (the finalizer of SplitMix64).
+fn mixed(mut n: u64) -> u64 {
+    n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
 }
 
 /// The blocks of an image that were asked for before, for other images.
@@ -46,6 +83,10 @@ pub(crate) struct Elsewhere {
     pub hints: Mutex<Hints>,
     /// The nodes that receive images.
     pub images: Mutex<HashMap<ImageId, String>>,
+    /// Since when images are received by no node that answers.
+    pub lost: Mutex<HashMap<ImageId, Instant>>,
+    /// When the records of flocks were last read again for those.
+    pub reread: Mutex<Option<Instant>>,
 }
 
 /// The range of a node.
@@ -141,18 +182,27 @@ mod tests {
     }
 
     #[test]
-    fn ranges_cover_all_digests_and_are_of_about_one_size() {
+    fn ranges_are_of_about_one_size_and_stay_when_others_come_or_go() {
+        let names = |n: usize| Vec::from_iter((0..n).map(|n| format!("node-{n}")));
         for nodes in [1, 2, 3, 64] {
             let mut counts = vec![0; nodes];
-            (0..6400).for_each(|n| counts[owner_of(&digest(n), nodes)] += 1);
+            let ranges = Ranges::of(&names(nodes));
+            (0..6400).for_each(|n| counts[ranges.owner_of(&digest(n))] += 1);
             let fair = 6400 / nodes;
             assert!(
-                counts.iter().all(|n| (fair / 3..fair * 3).contains(n)),
+                counts.iter().all(|n| (fair / 4..fair * 4).contains(n)),
                 "{counts:?}"
             );
         }
-        assert_eq!(owner_of(&Digest([0; 32]), 3), 0);
-        assert_eq!(owner_of(&Digest([255; 32]), 3), 2);
+        let (before, without) = (names(4), [0, 1, 3].map(|n| format!("node-{n}")));
+        let (old, new) = (Ranges::of(&before), Ranges::of(&without));
+        for n in 0..1000 {
+            let was = &before[old.owner_of(&digest(n))];
+            let is = &without[new.owner_of(&digest(n))];
+            assert!(was == is || was == "node-2", "{was} {is}");
+        }
+        let last = Ranges::of(&names(3));
+        assert!(last.owner_of(&Digest([0; 32])) < 3 && last.owner_of(&Digest([255; 32])) < 3);
     }
 
     /// Against a plain model: who asks first has a block, whoever asks after it is told.

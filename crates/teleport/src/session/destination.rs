@@ -1,5 +1,6 @@
 //! Sessions at the destination: registration, and receiving their images.
 
+mod claims;
 mod compare;
 mod control;
 mod data;
@@ -7,6 +8,7 @@ mod driver;
 mod estimate;
 mod event;
 mod flock;
+mod flow;
 mod images;
 mod matching;
 mod on_demand;
@@ -33,6 +35,7 @@ use crate::site::Site;
 
 pub use data::DataConnections;
 pub use event::DriverEvent;
+pub use flow::Flow;
 
 /// Removes a session from the site's list when it ends.
 struct Registered {

@@ -11,7 +11,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc;
 
 use super::activity::Activity;
-use super::destination::DriverEvent;
+use super::destination::{DriverEvent, Flow};
 use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::compress::Unpacker;
@@ -39,6 +39,8 @@ pub struct Incoming {
     pub stages: Arc<DestinationStages>,
     /// Whether anything of its session moves.
     pub activity: Arc<Activity>,
+    /// What has come, and is to come.
+    pub flow: Arc<Flow>,
 }
 
 /// An incomplete batch, and the full digests of its data blocks that are in place.

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use drover_core::{CompactIndex, Digest};
 use drover_index::{ImageId, Via};
@@ -12,10 +13,19 @@ use super::Site;
 use crate::codec::Batch;
 use crate::destination::Run;
 use crate::files::{Spans, spans_of};
-use crate::flock::hints::{Claimed, owner_of};
+use crate::flock::hints::{Claimed, Ranges};
 use crate::flock::live::Flock;
+use crate::flock::record::ImageState;
+use crate::others::Others;
 use crate::services::{ClaimBlocks, LookAt, Looked, Looks, MAX_LOOKED, MAX_SPANS};
 use crate::transfers::is_key;
+
+/// How long blocks are waited for whose image no node receives: its transfer was cut off, or its node died, and another takes it over
+/// with what has come. Longer than a term, and than what follows it.
+const MAX_LOST: Duration = Duration::from_secs(120);
+
+/// How often the records of flocks are read again while blocks wait for such an image.
+const REREAD_EVERY: Duration = Duration::from_secs(1);
 
 /// Upper bound on the images that are known to arrive at other nodes; the oldest are not copied from any more.
 const MAX_IMAGES: usize = 4096;
@@ -40,12 +50,40 @@ pub(crate) enum Found {
     There(There),
 }
 
+/// How an image stands that the node which was to receive it does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lost {
+    /// Nobody receives it any more.
+    Gone,
+    /// Another node will, or does.
+    WillComeBack,
+    /// It is complete.
+    Delivered,
+}
+
 impl Site {
     /// Blocks that a peer's node of this site is about to ask for: the range of this node says which of them were asked for before.
     pub fn claim(&self, claim: &ClaimBlocks) -> Claimed {
         let (image, blocks) = ((claim.image, &*claim.node), claim.blocks());
         let mut hints = self.elsewhere.hints.lock();
         hints.claim(&claim.flock, image, &blocks)
+    }
+
+    /// The nodes of this site, if the images of a flock may be received by several.
+    fn siblings(&self, flock: &Flock) -> Option<&dyn Others> {
+        let shared = self.config.shared.as_ref()?;
+        (!flock.atomic).then_some(&*shared.others)
+    }
+
+    /// Whether several nodes may receive the images of a flock.
+    pub(crate) fn may_have_siblings(&self, flock: &Flock) -> bool {
+        self.siblings(flock).is_some()
+    }
+
+    /// Whether several nodes receive the images of a flock.
+    pub(crate) fn has_siblings(&self, flock: &Flock) -> bool {
+        let siblings = self.siblings(flock);
+        siblings.is_some_and(|others| others.owners().len() > 1)
     }
 
     /// Replaces literal blocks of an image of a flock by those that another image of it has asked for before.
@@ -57,21 +95,21 @@ impl Site {
         batch: &Batch,
         runs: Vec<Run>,
     ) -> Vec<Run> {
-        let shared = self.config.shared.as_ref().filter(|_| !flock.atomic);
-        let Some(others) = shared.map(|shared| &shared.others) else {
+        let Some(others) = self.siblings(flock) else {
             return runs;
         };
         let nodes = others.owners();
         if nodes.len() < 2 {
             return runs;
         }
+        let ranges = Ranges::of(&nodes);
         let mut asked: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let mut at = 0;
         for run in &runs {
             let end = (at + run.count as usize).min(batch.digests.len());
             if run.from == From::Literal {
                 for nth in at..end {
-                    let owner = owner_of(&batch.digests[nth], nodes.len());
+                    let owner = ranges.owner_of(&batch.digests[nth]);
                     asked.entry(owner).or_default().push(nth);
                 }
             }
@@ -95,9 +133,7 @@ impl Site {
                     continue;
                 };
                 let image = ImageId(*image);
-                if *node != own {
-                    self.note_elsewhere(image, node);
-                }
+                self.note_elsewhere(image, node);
                 if !flock.has(image) {
                     flock.begin(image);
                 }
@@ -129,30 +165,76 @@ impl Site {
         }
     }
 
-    /// Asks the nodes that have these runs, of which this node has nothing, how they stand. Blocks.
-    pub(crate) fn look_elsewhere(&self, runs: &[RunOf]) -> HashMap<RunOf, Found> {
-        let mut by_node: BTreeMap<String, Vec<RunOf>> = BTreeMap::new();
-        {
-            let images = self.elsewhere.images.lock();
-            for run in runs {
-                if let Some(node) = images.get(&run.0) {
-                    by_node.entry(node.clone()).or_default().push(*run);
-                }
+    /// Reads the records of flocks again, unless that was done a moment ago.
+    fn reread_now_and_then(&self) {
+        let mut reread = self.elsewhere.reread.lock();
+        if reread.is_none_or(|reread| reread.elapsed() > REREAD_EVERY) {
+            if let Err(e) = self.reread_flocks() {
+                tracing::debug!("the records of flocks cannot be read again: {e}");
             }
+            *reread = Some(Instant::now());
         }
+    }
+
+    /// How long an image has been received by no node; the first call begins to count.
+    fn lost_for(&self, image: ImageId) -> Duration {
+        let mut lost = self.elsewhere.lost.lock();
+        if lost.len() >= MAX_IMAGES && !lost.contains_key(&image) {
+            lost.clear();
+        }
+        lost.entry(image).or_insert_with(Instant::now).elapsed()
+    }
+
+    /// How an image stands that the node which was to receive it does not.
+    fn lost(&self, flock: &Flock, image: ImageId) -> Lost {
+        let record = self.flocks.record(flock);
+        let Some((state, node)) = record.and_then(|record| {
+            let mut images = record.images.iter().zip(0u32..);
+            let (of, nth) = images.find(|(of, _)| of.image == image.0)?;
+            Some((of.state, record.nodes.get(&nth).cloned()))
+        }) else {
+            return Lost::Gone;
+        };
+        if let Some(node) = node {
+            self.note_elsewhere(image, &node);
+        }
+        match state {
+            ImageState::Failed => Lost::Gone,
+            ImageState::Delivered | ImageState::Unchanged => Lost::Delivered,
+            _ if self.lost_for(image) > MAX_LOST => Lost::Gone,
+            _ => Lost::WillComeBack,
+        }
+    }
+
+    /// Asks the nodes that have these runs of a flock, of which this node has nothing, how they stand. Blocks.
+    pub(crate) fn look_elsewhere(&self, flock: &Flock, runs: &[RunOf]) -> HashMap<RunOf, Found> {
         let mut out = HashMap::new();
         let Some(shared) = &self.config.shared else {
             return out;
         };
-        let mut delivered = false;
+        let own = shared.others.name();
+        let mut by_node: BTreeMap<String, Vec<RunOf>> = BTreeMap::new();
+        {
+            let images = self.elsewhere.images.lock();
+            for run in runs {
+                let node = images.get(&run.0).unwrap_or(&own);
+                by_node.entry(node.clone()).or_default().push(*run);
+            }
+        }
+        let (mut delivered, mut lost) = (false, Vec::new());
         for (node, mut runs) in by_node {
             runs.truncate(MAX_LOOKED);
             let of = |(image, first, count): &RunOf| (image.0, first.0, *count);
             let look = LookAt {
                 runs: runs.iter().map(of).collect(),
             };
-            // A node that does not answer has nothing: the blocks are sent.
-            let looks = shared.others.look(&node, &look).unwrap_or_else(|| Looks {
+            let looks = match node == own {
+                // Its transfer was cut off here.
+                true => None,
+                false => shared.others.look(&node, &look),
+            };
+            // A node that does not answer has nothing.
+            let looks = looks.unwrap_or_else(|| Looks {
                 runs: vec![Looked::Gone; runs.len()],
                 ..Looks::default()
             });
@@ -160,7 +242,10 @@ impl Site {
             for (run, looked) in runs.into_iter().zip(looks.runs) {
                 let found = match looked {
                     Looked::Coming => Found::Coming,
-                    Looked::Gone => Found::Gone,
+                    Looked::Gone => {
+                        lost.push(run);
+                        continue;
+                    }
                     Looked::Delivered => {
                         delivered = true;
                         Found::Coming
@@ -176,6 +261,20 @@ impl Site {
                         }
                     }
                 };
+                self.elsewhere.lost.lock().remove(&run.0);
+                out.insert(run, found);
+            }
+        }
+        if !lost.is_empty() {
+            // Another node may have taken it over.
+            self.reread_now_and_then();
+            for run in lost {
+                let how = self.lost(flock, run.0);
+                delivered |= how == Lost::Delivered;
+                let found = match how {
+                    Lost::Gone => Found::Gone,
+                    Lost::WillComeBack | Lost::Delivered => Found::Coming,
+                };
                 out.insert(run, found);
             }
         }
@@ -184,6 +283,12 @@ impl Site {
             tracing::debug!("the catalog cannot be read again: {e}");
         }
         out
+    }
+
+    /// Whether it is not known that some of these blocks of an image are not in place: those of a transfer that has stopped are lost until it
+    /// goes on.
+    pub(crate) fn is_whole(&self, (image, first, count): &RunOf) -> bool {
+        self.partials.is_whole(*image, *first, u64::from(*count))
     }
 
     /// How runs of images that this node receives stand, for another node.
@@ -205,6 +310,7 @@ impl Site {
                 _ if self.images.knows(image) => Looked::Delivered,
                 Reach::Coming => Looked::Coming,
                 Reach::Gone => Looked::Gone,
+                Reach::Here if !self.partials.is_whole(image, first, count) => Looked::Gone,
                 Reach::Here => match self.place_of(image, first, count) {
                     Some((_, spans)) if spans.len() > room && room < MAX_SPANS => Looked::Coming,
                     Some((key, spans)) if spans.len() <= room => {

@@ -181,6 +181,18 @@ fn all_nodes_of_one_site_send_to_all_of_the_other() {
     let alone = ["send", "e.img", "far", "--flock", "other"];
     let alone = sites.world.run("p", &alone).ok();
     assert!(alone.err.contains("only this host sends"), "{}", alone.err);
+    // So is an atomic flock.
+    sites.world.image("origin/g.img", 32, 20);
+    let atomic = [
+        "send",
+        "origin/g.img",
+        "far",
+        "--flock",
+        "atomic",
+        "--atomic",
+    ];
+    let atomic = sites.world.run("p", &atomic).ok();
+    assert!(atomic.err.contains("goes to one node"), "{}", atomic.err);
     // One that cannot be sent does not stop the others.
     sites.world.image("origin/f.img", 31, 20);
     let args = [

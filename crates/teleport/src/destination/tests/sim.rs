@@ -430,6 +430,13 @@ impl World {
         machine.handle(event, &mut actions).expect("a legal event");
         let open = machine.open_batches() as u64;
         assert!(open <= WINDOW_BATCHES + self.session.restored);
+        if open < 8 {
+            let coming = machine.open.values().map(|open| {
+                let missing = open.missing.iter();
+                missing.filter(|i| open.asked.get(*i)).count() as u64
+            });
+            assert_eq!(coming.sum::<u64>(), machine.coming());
+        }
         actions.into_iter().for_each(|action| self.act(action));
     }
 

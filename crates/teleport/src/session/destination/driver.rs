@@ -15,6 +15,7 @@ use drover_store::DataBits;
 use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
+use super::claims::Claim;
 use super::event::DriverEvent;
 use super::on_demand::GivenReceiver;
 use super::prepare::{Prepared, check_quotas, check_room};
@@ -239,7 +240,7 @@ impl Driver<'_> {
     fn run(&mut self, events: &mut mpsc::Receiver<DriverEvent>) -> Result<Ended, TeleportError> {
         for (index, plan) in std::mem::take(&mut self.prepared.replan) {
             let runs = self.site.resolve(self.prepared.transfer.image(), &plan);
-            self.step(Event::Planned { index, runs })?;
+            self.plan_again(index, runs)?;
         }
         loop {
             if let Some(digest) = self.finish {
@@ -275,6 +276,10 @@ impl Driver<'_> {
                     Some(Half::Kept(blocks)) => self.planned(index, &plan, runs, Some(blocks))?,
                     Some(_) => drop(self.comparing.insert(index, Half::Plan(plan, runs))),
                 },
+                DriverEvent::Planned { index, runs } => {
+                    self.step(Event::Planned { index, runs })?;
+                    self.has_planned();
+                }
                 DriverEvent::Compared { index, blocks } => match self.comparing.remove(&index) {
                     Some(Half::Plan(plan, runs)) => {
                         self.planned(index, &plan, runs, Some(blocks))?;
@@ -332,6 +337,10 @@ impl Driver<'_> {
         self.prepared.machine.handle(event, &mut actions)?;
         let done = self.prepared.machine.counts().in_place();
         self.prepared.done_blocks.store(done, Ordering::Relaxed);
+        let (flow, machine) = (&self.prepared.incoming.flow, &self.prepared.machine);
+        let came = machine.counts().sent_blocks;
+        flow.came.store(came, Ordering::Release);
+        flow.coming.store(machine.coming(), Ordering::Release);
         actions.into_iter().try_for_each(|action| self.act(action))
     }
 
@@ -469,6 +478,35 @@ impl Driver<'_> {
         self.say(kind::ACK, index.to_le_bytes().to_vec())
     }
 
+    /// A batch that an earlier session has logged: its missing blocks are requested, unless other images of its flock have them.
+    fn plan_again(&mut self, index: u64, runs: Vec<Run>) -> Result<(), TeleportError> {
+        let Prepared {
+            machine,
+            incoming,
+            matcher,
+            ..
+        } = &self.prepared;
+        let open = incoming.open.read().get(&index).cloned();
+        match open.filter(|_| matcher.takes_claims()) {
+            Some(open) => {
+                matcher.claim(Claim {
+                    batch: open.batch.clone(),
+                    base: machine.map().first_data_of(index),
+                    plan: None,
+                    runs,
+                });
+                Ok(())
+            }
+            None => self.step(Event::Planned { index, runs }),
+        }
+    }
+
+    /// What a plan requests is counted.
+    fn has_planned(&self) {
+        let planned = &self.prepared.incoming.flow.planned;
+        planned.fetch_add(1, Ordering::Release);
+    }
+
     /// Logs a plan with its batch, then acts on it, skipping blocks already in place.
     fn planned(
         &mut self,
@@ -479,6 +517,7 @@ impl Driver<'_> {
     ) -> Result<(), TeleportError> {
         let open = self.prepared.incoming.open.read().get(&index).cloned();
         let Some(batch) = open.map(|o| o.batch.clone()) else {
+            self.has_planned();
             return Ok(());
         };
         let there = kept.as_ref().map_or(0, DataBits::count);
@@ -499,14 +538,16 @@ impl Driver<'_> {
             self.prepared.transit.written(there.map(|i| first + i));
             self.step(Event::Kept { index, blocks })?;
         }
-        self.step(Event::Planned { index, runs })
+        self.step(Event::Planned { index, runs })?;
+        self.has_planned();
+        Ok(())
     }
 
     fn reuse(&mut self, mut job: ReuseJob) {
-        let site = self.site;
+        let (site, flock) = (self.site, self.prepared.flock.as_deref());
         let awaited = job
             .runs
-            .extract_if(.., |(_, run)| waits::must_wait(site, run));
+            .extract_if(.., |(_, run)| waits::must_wait(site, flock, run));
         for run in awaited {
             let batch = job.batch.clone();
             let runs = vec![run];

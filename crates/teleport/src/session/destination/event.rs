@@ -21,6 +21,13 @@ pub enum DriverEvent {
         /// Where the plan's blocks are, resolved.
         runs: Vec<Run>,
     },
+    /// Where the blocks of a batch are that an earlier session has logged.
+    Planned {
+        /// The batch.
+        index: u64,
+        /// Where the blocks of its plan are.
+        runs: Vec<Run>,
+    },
     /// Result of comparing a batch with the partial file.
     Compared {
         /// The batch.

@@ -9,7 +9,9 @@ use drover_core::{BLOCK_SIZE_U64, CompactIndex};
 use drover_index::{BLOCK_SKETCH, ImageId, Origin, Plan, PlanRun, Sketch, Via};
 use tokio::sync::mpsc;
 
+use super::claims::{Claim, Claims};
 use super::event::DriverEvent;
+use super::flow::Flow;
 use crate::codec::Batch;
 use crate::destination::Run;
 use crate::flock::live::Flock;
@@ -22,6 +24,8 @@ use crate::teleporter::{Answer, Event, ImageEvent};
 enum Job {
     Match(Arc<Batch>, Waiting),
     Record(Arc<Batch>),
+    /// Claim the blocks of a batch that was matched before.
+    Claim(Claim),
     /// The image is complete (`Finish`), or is aborted (`Abort`).
     End(ImageEvent),
     /// The transfer stops; it may be resumed later.
@@ -34,6 +38,7 @@ pub struct MatchThread {
     jobs: Option<Sender<Job>>,
     matched: Arc<Matched>,
     thread: Option<JoinHandle<(bool, Sketch)>>,
+    takes_claims: bool,
 }
 
 impl MatchThread {
@@ -48,7 +53,15 @@ impl MatchThread {
         events: mpsc::Sender<DriverEvent>,
         stages: Arc<DestinationStages>,
         flock: Option<(Arc<Flock>, bool)>,
+        flow: &Arc<Flow>,
     ) -> std::io::Result<Self> {
+        let of_nodes = flock
+            .as_ref()
+            .filter(|(flock, _)| site.may_have_siblings(flock));
+        let claims = of_nodes
+            .map(|(flock, _)| Claims::start(site, flock, image, Arc::clone(flow), events.clone()));
+        let claims = claims.transpose()?;
+        let takes_claims = claims.is_some();
         // The window bounds the batches in it; restored ones are recorded as fast as they come.
         let (jobs, queue) = bounded(2 * WINDOW_BATCHES as usize);
         let (site, matched) = (site.clone(), site.matched.clone());
@@ -66,6 +79,7 @@ impl MatchThread {
                     sketch: Sketch::new(BLOCK_SKETCH),
                     waiting: Default::default(),
                     events,
+                    claims,
                     stages,
                     flock,
                     lap: Lap::start(),
@@ -76,7 +90,19 @@ impl MatchThread {
             jobs: Some(jobs),
             matched,
             thread: Some(thread),
+            takes_claims,
         })
+    }
+
+    /// Whether its blocks are claimed among the nodes of the site: then those of batches that an earlier session has logged are
+    /// too.
+    pub fn takes_claims(&self) -> bool {
+        self.takes_claims
+    }
+
+    /// Has the blocks of a batch claimed that an earlier session has logged.
+    pub fn claim(&self, claim: Claim) {
+        self.submit(Job::Claim(claim));
     }
 
     fn submit(&self, job: Job) {
@@ -156,6 +182,8 @@ struct Matcher {
     /// The runs of a plan that was resolved as soon as it was made.
     looked_up: Option<Vec<Run>>,
     events: mpsc::Sender<DriverEvent>,
+    /// Through which plans go if several nodes receive the flock.
+    claims: Option<Claims>,
     stages: Arc<DestinationStages>,
     /// The flock that the image is of, and whether the site had what is recorded.
     flock: Option<(Arc<Flock>, bool)>,
@@ -186,6 +214,11 @@ impl Matcher {
                 Ok(Job::Record(batch)) => {
                     let event = Event::Record(self.image, batch);
                     self.submit(event, None);
+                }
+                Ok(Job::Claim(claim)) => {
+                    if let Some(claims) = &self.claims {
+                        claims.claim(claim);
+                    }
                 }
                 Ok(Job::End(how)) => return self.end(how),
                 // Keep received blocks for reuse; an image without any would only take up another's slot.
@@ -258,28 +291,26 @@ impl Matcher {
         };
         let runs = self.looked_up.take();
         let runs = runs.unwrap_or_else(|| self.take(asked.base, &plan));
-        let runs = self.find_elsewhere(&asked, runs);
-        self.plan(asked.batch.index, plan, runs);
+        self.plan(asked, plan, runs);
         self.lap.wait(&self.stages.matching);
     }
 
-    fn plan(&self, index: u64, plan: Plan, runs: Vec<Run>) {
-        let event = DriverEvent::Plan { index, plan, runs };
-        let _ = self.events.blocking_send(event);
-    }
-
-    /// Looks for literal blocks at other nodes that receive images of the same flock.
-    fn find_elsewhere(&self, asked: &Asked, runs: Vec<Run>) -> Vec<Run> {
-        let Some((flock, _)) = &self.flock else {
-            return runs;
-        };
-        let (site, image, count) = (&self.site, self.image, runs.len());
-        let found = site.find_elsewhere(flock, image, asked.base, &asked.batch, runs);
-        // A run that was found makes more of them, or is another: none of a later batch is planned yet.
-        if found.len() != count || found.iter().any(|run| run.via == Via::Anchor) {
-            flock.planned(image, asked.base, &found);
+    fn plan(&self, asked: Asked, plan: Plan, runs: Vec<Run>) {
+        // From here on nothing is waited for at the teleporter.
+        let Asked { batch, base, .. } = asked;
+        match &self.claims {
+            Some(claims) => claims.claim(Claim {
+                batch,
+                base,
+                plan: Some(plan),
+                runs,
+            }),
+            None => {
+                let index = batch.index;
+                let event = DriverEvent::Plan { index, plan, runs };
+                let _ = self.events.blocking_send(event);
+            }
         }
-        found
     }
 
     fn take(&self, base: CompactIndex, plan: &Plan) -> Vec<Run> {
@@ -296,10 +327,10 @@ impl Matcher {
         self.site.matcher_is_behind();
         self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
-            if let Some(Asked { batch, base, .. }) = waiting {
-                let plan = all_literal(&batch);
-                let runs = self.take(base, &plan);
-                self.plan(batch.index, plan, runs);
+            if let Some(asked) = waiting {
+                let plan = all_literal(&asked.batch);
+                let runs = self.take(asked.base, &plan);
+                self.plan(asked, plan, runs);
             }
         }
     }

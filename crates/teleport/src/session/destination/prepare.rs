@@ -16,6 +16,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::{mpsc, watch};
 
 use super::event::DriverEvent;
+use super::flow::Flow;
 use super::matching::MatchThread;
 use crate::TeleportError;
 use crate::active::{Hold, Taken};
@@ -145,12 +146,13 @@ pub fn prepare(
     let mut replan = Vec::new();
     let mut absent = HashMap::new();
     let mut matcher: Option<MatchThread> = None;
+    let flow = Arc::new(Flow::default());
     let start = |image| {
         let of = flock.clone().map(|flock| (flock, compared));
         if let Some(flock) = &flock {
             site.flock_image_begins(flock, &offer, image)?;
         }
-        MatchThread::start(site, image, events.clone(), stages.clone(), of)
+        MatchThread::start(site, image, events.clone(), stages.clone(), of, &flow)
             .map_err(TeleportError::file("start a thread for", &dir))
     };
     let layout = Arc::new(layout);
@@ -270,6 +272,7 @@ pub fn prepare(
         events,
         stages: stages.clone(),
         activity: activity.clone(),
+        flow,
     });
     let done_blocks = Arc::new(AtomicU64::new(machine.counts().in_place()));
     Ok(Prepared {

@@ -31,8 +31,8 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Whether blocks of a run are still in transit.
-pub fn must_wait(site: &Site, run: &Run) -> bool {
-    reach(site, run) == Reach::Coming
+pub fn must_wait(site: &Site, flock: Option<&Flock>, run: &Run) -> bool {
+    reach(site, run) == Reach::Coming || of_other(site, flock, run).is_some()
 }
 
 fn reach(site: &Site, run: &Run) -> Reach {
@@ -51,26 +51,30 @@ struct Others {
 
 impl Others {
     /// Asks about the runs that wait, from time to time.
-    fn ask(&mut self, site: &Site, waits: &Waits) {
+    fn ask(&mut self, site: &Site, flock: Option<&Flock>, waits: &Waits) {
+        let Some(of) = flock else { return };
         if self.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
             return;
         }
         let runs = waits.waiting.iter().flat_map(|wait| &wait.job.runs);
-        let runs = runs.filter_map(|(_, run)| of_other(site, run));
+        let runs = runs.filter_map(|(_, run)| of_other(site, flock, run));
         let asked: Vec<RunOf> = runs
             .filter(|run| !matches!(self.said.get(run), Some(Found::There(_) | Found::Gone)))
             .collect();
         if !asked.is_empty() {
-            self.said.extend(site.look_elsewhere(&asked));
+            self.said.extend(site.look_elsewhere(of, &asked));
         }
         self.asked = Some(Instant::now());
     }
 
-    fn reach(&self, site: &Site, run: &Run) -> Reach {
-        match of_other(site, run).and_then(|of| self.said.get(&of)) {
+    fn reach(&self, site: &Site, flock: Option<&Flock>, run: &Run) -> Reach {
+        let Some(of) = of_other(site, flock, run) else {
+            return reach(site, run);
+        };
+        match self.said.get(&of) {
             Some(Found::There(_)) => Reach::Here,
             Some(Found::Gone) => Reach::Gone,
-            Some(Found::Coming) | None => reach(site, run),
+            Some(Found::Coming) | None => Reach::Coming,
         }
     }
 
@@ -86,12 +90,18 @@ impl Others {
     }
 }
 
-/// A run of an image of which this node has nothing, but another may.
-fn of_other(site: &Site, run: &Run) -> Option<RunOf> {
+/// A run of an image of a flock that another node may have, or whose transfer was cut off and will go on.
+fn of_other(site: &Site, flock: Option<&Flock>, run: &Run) -> Option<RunOf> {
+    let flock = flock.filter(|flock| site.may_have_siblings(flock))?;
     match run.from {
-        From::Image { image, first } => {
-            let here = site.reach(image, first, u64::from(run.count));
-            (here == Reach::Gone).then_some((image, first, run.count))
+        From::Image { image, first } if flock.has(image) => {
+            let of = (image, first, run.count);
+            let is_here = match site.reach(image, first, u64::from(run.count)) {
+                Reach::Gone => false,
+                Reach::Coming => true,
+                Reach::Here => site.is_whole(&of),
+            };
+            (!is_here).then_some(of)
         }
         _ => None,
     }
@@ -202,8 +212,12 @@ pub fn work(
         if looked.elapsed() < LOOK_EVERY {
             continue;
         }
-        others.ask(site, &waits);
-        let found = waits.look(Instant::now(), |run| others.reach(site, run), sibling);
+        others.ask(site, flock, &waits);
+        let found = waits.look(
+            Instant::now(),
+            |run| others.reach(site, flock, run),
+            sibling,
+        );
         for job in found.ready {
             let own = vec![Vec::new(); job.runs.len()];
             let there = job.runs.first().and_then(|(_, run)| others.take(run));

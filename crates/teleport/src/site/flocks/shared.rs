@@ -84,7 +84,7 @@ impl Site {
     }
 
     /// Reads the records that other nodes may have changed.
-    pub(super) fn reread_flocks(&self) -> Result<(), TeleportError> {
+    pub(in crate::site) fn reread_flocks(&self) -> Result<(), TeleportError> {
         let Some(dir) = self.shared_flocks() else {
             return Ok(());
         };

@@ -9,6 +9,8 @@ use crate::site::nodes::{copy, copy_files};
 use crate::transfer::{close, keep_profile};
 use crate::{NotHeld, Others, Shared};
 
+mod flocks;
+
 /// Nodes that grant each other everything: what counts is what the directory of images lets them do.
 struct Granting;
 
