@@ -58,6 +58,9 @@ impl Shared {
         if most == 0 {
             return None;
         }
+        if let Some(run) = self.next_of(&mut pull.lost, most) {
+            return Some(run);
+        }
         if let Some(run) = self.next_of(&mut pull.first, most) {
             return Some(run);
         }
@@ -177,9 +180,17 @@ impl Shared {
         }
     }
 
-    /// Schedules a run to be pulled again after the puller has passed it.
+    /// Schedules a run to be pulled again: at once if it was asked for out of order, as what an order lists first or a reader is
+    /// close to, else after the rest.
     pub(super) fn pull_again(&self, chunks: Chunks) {
         let mut pull = self.pull.state.lock();
+        if chunks.first >= pull.cursor {
+            // What does not fit comes with the rest.
+            if pull.lost.len() < MAX_RUNS {
+                pull.lost.push_back(chunks);
+            }
+            return;
+        }
         match pull.again.len() < MAX_RUNS {
             true => pull.again.push_back(chunks),
             false => pull.cursor = pull.cursor.min(chunks.first),
@@ -379,6 +390,7 @@ impl Shared {
             let mut pull = self.pull.state.lock();
             pull.background = !matches!(order, Order::None);
             pull.first = order.first(self.shape()).into();
+            pull.lost.clear();
             pull.cursor = 0;
         }
         self.remote.kick();

@@ -89,6 +89,8 @@ pub struct Scheduler<T> {
     unflushed: Unflushed,
     /// How long a change that is repeated may remain without a reply, and others wait without progress.
     patience: Duration,
+    /// Until when background reads wait at least, since chunks have arrived: on a slow link many are outstanding, one behind the other.
+    went_on: Duration,
 }
 
 impl<T> Scheduler<T> {
@@ -114,6 +116,7 @@ impl<T> Scheduler<T> {
             unverified: 0,
             unflushed: Unflushed::default(),
             patience: Duration::MAX,
+            went_on: Duration::ZERO,
         }
     }
 
@@ -526,6 +529,7 @@ impl<T> Scheduler<T> {
         }
         *self.counter(background) -= bytes;
         self.came += bytes;
+        self.went_on = self.went_on.max(now.saturating_add(self.patience));
         let run = Chunks {
             first: reply.first,
             count: reply.count,

@@ -39,6 +39,8 @@ pub(super) struct Pulling {
     pub(super) paused: bool,
     pub(super) background: bool,
     pub(super) ahead: VecDeque<Chunks>,
+    /// Asked for out of order and lost, as with a link.
+    pub(super) lost: VecDeque<Chunks>,
     pub(super) first: VecDeque<Chunks>,
     /// Position of the sequential pull.
     pub(super) cursor: u64,
@@ -68,6 +70,7 @@ impl Pull {
                 paused: false,
                 background: !matches!(order, Order::None),
                 ahead: VecDeque::new(),
+                lost: VecDeque::new(),
                 first: order.first(shape).into(),
                 cursor: 0,
                 again: VecDeque::new(),

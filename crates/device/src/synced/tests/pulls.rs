@@ -250,6 +250,29 @@ fn a_list_comes_first_and_a_pause_holds() {
 }
 
 #[test]
+fn what_a_list_has_first_comes_first_after_a_cut_too() {
+    let far = Far::new(&vec![1; 400 * CHUNK as usize]);
+    let watched = Watched::new(&far, Duration::from_millis(2));
+    let remote = far.remote_over(Arc::clone(&watched) as _);
+    let list = [301, 17, 250, 90, 333, 120, 399, 60];
+    let runs = list.map(|first| Chunks { first, count: 1 });
+    let with_list = SyncedOptions {
+        prefetch: Order::List(runs.into()),
+        ..options(&FakeDirectory::default(), &remote)
+    };
+    let device = Synced::open(with_list).unwrap();
+    // What is under way is lost.
+    remote.cut("a test");
+    watched.order.lock().clear();
+    remote.mend();
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
+    let order = watched.order();
+    let rest = order.iter().skip_while(|i| list.contains(*i));
+    let late: Vec<_> = rest.filter(|i| list.contains(*i)).collect();
+    assert!(late.is_empty(), "{late:?} of {order:?}");
+}
+
+#[test]
 fn a_reader_in_order_is_read_ahead_of() {
     let far = Far::new(&vec![1; 600 * CHUNK as usize]);
     let watched = Watched::new(&far, Duration::ZERO);

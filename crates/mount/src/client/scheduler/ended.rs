@@ -93,12 +93,16 @@ impl<T> Scheduler<T> {
     /// The jobs that timed out, with the runs of reads that have not arrived. The second value says whether any of
     /// them had been sent.
     pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
-        let late = |deadline: Duration| deadline <= now;
+        let went_on = self.went_on;
+        let late = |job: &Job<T>| match job.is_background() {
+            true => job.deadline.max(went_on) <= now,
+            false => job.deadline <= now,
+        };
         let mut out = Vec::new();
         let ids: Vec<u64> = self
             .in_flight
             .iter()
-            .filter(|(_, asked)| late(asked.job.deadline))
+            .filter(|(_, asked)| late(&asked.job))
             .map(|(id, _)| *id)
             .collect();
         let stalled = !ids.is_empty();
@@ -118,7 +122,7 @@ impl<T> Scheduler<T> {
                 &mut self.front
             };
             let (gone, kept): (VecDeque<_>, VecDeque<_>) =
-                queue.drain(..).partition(|job| late(job.deadline));
+                queue.drain(..).partition(|job| late(job));
             *queue = kept;
             for job in gone {
                 out.push(self.unsent(job));

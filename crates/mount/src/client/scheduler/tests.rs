@@ -131,6 +131,38 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
 }
 
 #[test]
+fn background_reads_wait_as_long_as_chunks_arrive() {
+    let at = Duration::from_secs;
+    let mut scheduler = linked().with_patience(at(10));
+    scheduler.enqueue(background(0, 16)).unwrap();
+    let (connection, request, _) = scheduler.select(at(0)).unwrap();
+    scheduler.enqueue(background(100, 4)).unwrap();
+    scheduler
+        .enqueue(Job::read(run(200, 1), false, at(10)))
+        .unwrap();
+    let reply = |first| ChunksReply {
+        id: request.id().unwrap(),
+        first,
+        count: 1,
+        wire: 65_600,
+        echo: 0,
+        last: false,
+    };
+    for (first, now) in [(0, 5), (1, 9), (2, 14), (3, 22)] {
+        scheduler
+            .chunks(connection, &reply(first), at(now))
+            .unwrap();
+    }
+    // What somebody waits for has its own time.
+    let (late, _) = scheduler.expire(at(31));
+    let late: Vec<_> = late.iter().map(|(job, _)| job.is_background()).collect();
+    assert_eq!(late, [false]);
+    // Once nothing comes any more, the link is cut.
+    let (late, stalled) = scheduler.expire(at(32));
+    assert!(stalled && late.len() == 2, "{late:?}");
+}
+
+#[test]
 fn a_part_is_sent_when_those_before_it_have_arrived() {
     let shape = Shape {
         size: 1 << 30,
