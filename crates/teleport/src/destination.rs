@@ -22,11 +22,13 @@ use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs, Want};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
 mod ahead;
+mod runs;
 #[cfg(test)]
 mod tests;
 
-use ahead::Ahead;
 pub use ahead::Given;
+use ahead::{Ahead, Hurried};
+use runs::{advanced, count_via};
 
 /// A run of a plan with its location resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,6 +152,7 @@ struct Open {
     resumed: DataBits,
     /// Those that came ahead of the batch.
     ahead: DataBits,
+    hurried: Hurried,
     planned: bool,
     /// Own-reuse runs of any batch that wait for blocks of this one.
     waiting: Vec<(Arc<Batch>, u32, Run)>,
@@ -161,6 +164,7 @@ impl Open {
         let mut missing = DataBits::new(places.len() as u64);
         (0..places.len() as u64).for_each(|i| missing.set(i));
         let none = DataBits::new(places.len() as u64);
+        let hurried = Hurried::new(places.len() as u64);
         Open {
             batch,
             places,
@@ -168,6 +172,7 @@ impl Open {
             asked: none.clone(),
             resumed: none.clone(),
             ahead: none,
+            hurried,
             planned: false,
             waiting: Vec::new(),
         }
@@ -495,16 +500,17 @@ impl Destination {
 
     fn on_want(&mut self, wanted: &Want, actions: &mut Vec<Action>) {
         let (mut want, mut hurry) = (Vec::new(), Vec::new());
-        let inside = |block: &u64| *block < self.walk_blocks;
+        let end = self.walk_blocks;
+        let inside = |block: &u64| *block < end;
         for block in wanted.runs.blocks().filter(inside) {
             if block / BATCH_BLOCKS >= self.next {
-                if self.ahead.want(block) {
+                if self.ahead.want(block, wanted.waited) {
                     want.push(block);
-                } else if wanted.waited && self.ahead.is_wanted(block) {
-                    // Perhaps nobody waited for it before.
+                } else if wanted.waited && self.ahead.hurry(block) {
+                    // Nobody waited for it before.
                     hurry.push(block);
                 }
-            } else if self.given(block) == Given::Literal {
+            } else if self.hurries(block, wanted.waited) {
                 // What is to be reused is made so at once anyway.
                 hurry.push(block);
             }
@@ -518,6 +524,20 @@ impl Destination {
         };
         actions.extend(parts(want).into_iter().map(Action::Want));
         actions.extend(parts(hurry).into_iter().map(Action::Hurry));
+    }
+
+    /// Whether to ask for a block of an announced batch ahead of others, which was requested: once, and once more when a machine
+    /// waits for it.
+    fn hurries(&mut self, block: u64, waited: bool) -> bool {
+        if self.given(block) != Given::Literal {
+            return false;
+        }
+        let place = (block % BATCH_BLOCKS) as u16;
+        let open = self.open.get_mut(&(block / BATCH_BLOCKS));
+        open.is_some_and(|open| match open.places.binary_search(&place) {
+            Ok(i) => open.hurried.hurry(i as u64, waited),
+            Err(_) => false,
+        })
     }
 
     /// A batch has arrived: notes what of it came ahead or is on its way. Returns a block that is not the one that came.
@@ -743,20 +763,6 @@ impl Destination {
     }
 }
 
-/// The same origin, advanced by `by` blocks.
-fn advanced(from: From, by: u32) -> From {
-    let by = u64::from(by);
-    match from {
-        From::Literal => From::Literal,
-        From::Image { image, first } => From::Image {
-            image,
-            first: first + by,
-        },
-        From::Own { first } => From::Own { first: first + by },
-        From::Sequence { first } => From::Sequence { first: first + by },
-    }
-}
-
 /// The runs `(start, count)` within `[at, at + count)` that are still missing, and were not asked for.
 fn missing_stretches(open: &Open, at: u32, count: u32) -> Vec<(u32, u32)> {
     let lacks = |i: u64| open.missing.get(i) && !open.asked.get(i);
@@ -768,16 +774,4 @@ fn missing_stretches(open: &Open, at: u32, count: u32) -> Vec<(u32, u32)> {
         }
     }
     out
-}
-
-fn count_via(matched: &mut Matched, via: Via, blocks: u64) {
-    match via {
-        Via::C0 => matched.c0 += blocks,
-        Via::C1 => matched.c1 += blocks,
-        Via::C2 => matched.c2 += blocks,
-        Via::Anchor => matched.anchor += blocks,
-        Via::Aligned => matched.aligned += blocks,
-        Via::Repeat => matched.repeat += blocks,
-        Via::Literal => {}
-    }
 }

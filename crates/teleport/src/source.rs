@@ -15,6 +15,10 @@ pub use gives::{Gives, take_out};
 /// requesting without end is not.
 const MAX_ASKS_PER_BLOCK: u64 = 4;
 
+/// Limit on blocks that are to go ahead of others, for each that was requested: once when it is likely to be read soon, once when
+/// a machine waits for it, and that again when its batch is announced. What is beyond it comes in its turn.
+const MAX_HURRIES_PER_ASK: u64 = 4;
+
 /// Batches sent before the first acknowledgement, and before the image is accepted. Sending all digests at once would
 /// delay the first blocks.
 pub const FIRST_WINDOW: u64 = 8;
@@ -96,6 +100,7 @@ pub struct Source {
     /// Number of batches before `resume` that are incomplete at the destination.
     open: u64,
     asked_blocks: u64,
+    hurried_blocks: u64,
     /// Once the walk is over.
     end: Option<Option<Digest>>,
     done: bool,
@@ -113,6 +118,7 @@ impl Source {
             oldest_unacked: 0,
             open: 0,
             asked_blocks: 0,
+            hurried_blocks: 0,
             end: None,
             done: false,
         }
@@ -185,8 +191,14 @@ impl Source {
                 self.count(&want.runs, self.walk_blocks)?;
                 actions.push(Action::Give(want));
             }
-            // What does not wait to be sent costs nothing.
-            Event::Hurry(hurry) => actions.push(Action::GiveQueued(hurry)),
+            Event::Hurry(hurry) => {
+                let hurried = self.hurried_blocks + hurry.runs.count();
+                // Destinations of before repeat it, so it is no violation.
+                if hurried <= self.asked_blocks.saturating_mul(MAX_HURRIES_PER_ASK) {
+                    self.hurried_blocks = hurried;
+                    actions.push(Action::GiveQueued(hurry));
+                }
+            }
             Event::Ack(index) => self.on_ack(index, actions)?,
             Event::Delivered(delivered) => self.on_delivered(delivered, actions)?,
         }

@@ -29,6 +29,8 @@ pub enum Given {
 pub(super) struct Ahead {
     /// Asked for, and not here yet.
     wanted: BTreeMap<u64, DataBits>,
+    /// Asked for since a machine waits.
+    waited: BTreeMap<u64, DataBits>,
     /// Written, not zeros.
     data: BTreeMap<u64, DataBits>,
     /// Zeros in the file, as in the image.
@@ -58,11 +60,23 @@ impl Ahead {
         has(&self.wanted, block)
     }
 
-    /// Whether to ask for a block, which counts as asked for from now on.
-    pub fn want(&mut self, block: u64) -> bool {
+    /// Whether to ask for a block, which counts as asked for from now on; `waited`: a machine waits for it.
+    pub fn want(&mut self, block: u64, waited: bool) -> bool {
         let new = !self.is_wanted(block) && !has(&self.data, block) && !has(&self.zero, block);
         if new {
             set(&mut self.wanted, block);
+            if waited {
+                set(&mut self.waited, block);
+            }
+        }
+        new
+    }
+
+    /// Whether to ask for a block that is on its way ahead of others: once, since a machine waits for it now.
+    pub fn hurry(&mut self, block: u64) -> bool {
+        let new = self.is_wanted(block) && !has(&self.waited, block);
+        if new {
+            set(&mut self.waited, block);
         }
         new
     }
@@ -81,6 +95,7 @@ impl Ahead {
 
     /// A batch is here: nothing of it is ahead any more. Returns what was.
     pub fn arrived(&mut self, index: u64) -> OfBatch {
+        self.waited.remove(&index);
         OfBatch {
             wanted: self.wanted.remove(&index),
             data: self.data.remove(&index),
@@ -98,4 +113,35 @@ pub(super) struct OfBatch {
     pub data: Option<DataBits>,
     /// In place, zeros.
     pub zero: Option<DataBits>,
+}
+
+/// Which blocks of an announced batch the source was told to send ahead of others: each once, and once more when a machine waits for it.
+#[derive(Debug)]
+pub(super) struct Hurried {
+    all: DataBits,
+    waited: DataBits,
+}
+
+impl Hurried {
+    /// None of so many blocks.
+    pub fn new(blocks: u64) -> Self {
+        Hurried {
+            all: DataBits::new(blocks),
+            waited: DataBits::new(blocks),
+        }
+    }
+
+    /// Whether to tell it of a block, which counts as told from now on.
+    pub fn hurry(&mut self, block: u64, waited: bool) -> bool {
+        let known = match waited {
+            true => &self.waited,
+            false => &self.all,
+        };
+        let new = !known.get(block);
+        self.all.set(block);
+        if waited {
+            self.waited.set(block);
+        }
+        new
+    }
 }

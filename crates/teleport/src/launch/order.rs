@@ -142,6 +142,8 @@ struct Part {
     /// The blocks that reading it has missed first.
     missed: Vec<u64>,
     asked: Option<Instant>,
+    /// When it was last asked for.
+    again: Option<Instant>,
     /// How many were asked for.
     blocks: usize,
 }
@@ -164,6 +166,7 @@ pub async fn follow(device: Weak<LaunchDevice>, order: Vec<Range<u64>>) {
             range: start..(start + PART).min(end),
             missed: Vec::new(),
             asked: None,
+            again: None,
             blocks: 0,
         })
     });
@@ -242,8 +245,9 @@ impl Order {
                 return true;
             }
             coming += lacking.len();
-            if part.asked.is_none_or(|asked| asked.elapsed() > SLOW * 4) {
+            if part.again.is_none_or(|again| again.elapsed() > SLOW * 4) {
                 launch.forget(&lacking);
+                part.again = Some(Instant::now());
             }
             part.asked.get_or_insert_with(Instant::now);
             part.blocks = part.blocks.max(lacking.len());

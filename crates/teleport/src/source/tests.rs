@@ -219,6 +219,25 @@ fn blocks_are_given_that_the_image_has_whoever_waits_for_them() {
 }
 
 #[test]
+fn what_goes_ahead_of_others_is_bounded_by_what_was_requested() {
+    let mut s = started(0, BATCHES);
+    let hurry = |blocks: std::ops::Range<u64>| {
+        Event::Hurry(Want {
+            waited: true,
+            runs: blocks.collect(),
+        })
+    };
+    assert_eq!(handle(&mut s, hurry(0..1)).unwrap(), []);
+    handle(&mut s, need(0..10)).unwrap();
+    let obeyed = (0..1000).filter(|_| !handle(&mut s, hurry(0..3)).unwrap().is_empty());
+    let obeyed = obeyed.count() as u64 * 3;
+    assert!(obeyed <= 10 * MAX_HURRIES_PER_ASK && obeyed >= 10 * 3);
+    // What is requested later goes ahead again.
+    handle(&mut s, need(20..30)).unwrap();
+    assert_eq!(handle(&mut s, hurry(20..30)).unwrap().len(), 1);
+}
+
+#[test]
 fn asking_for_ever_is_a_violation() {
     let mut s = started(0, BATCHES);
     let rounds = (0..1000).take_while(|_| handle(&mut s, need(0..BATCH_BLOCKS)).is_ok());

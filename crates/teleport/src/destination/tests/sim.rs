@@ -129,6 +129,8 @@ struct Session {
     /// What it is to send there, and whether a machine waits for it.
     to_give: HashMap<u64, bool>,
     wanted: HashSet<u64>,
+    /// How often the source was told to send blocks ahead of others.
+    hurried_times: HashMap<u64, u32>,
     questions: Vec<Arc<Batch>>,
     jobs: Vec<ReuseJob>,
     /// Plans whose batches are logged after earlier ones.
@@ -495,8 +497,11 @@ impl World {
             }
             Action::Hurry(hurry) => {
                 for block in hurry.runs.blocks() {
-                    let s = &self.session;
+                    let s = &mut self.session;
                     assert!(s.asked.contains(&block) || s.wanted.contains(&block));
+                    let times = s.hurried_times.entry(block).or_default();
+                    *times += 1;
+                    assert!(*times <= 3, "{block} is hurried for ever");
                 }
                 self.session
                     .to_source
@@ -736,6 +741,7 @@ impl Session {
             gives: Gives::default(),
             to_give: HashMap::new(),
             wanted: HashSet::new(),
+            hurried_times: HashMap::new(),
             questions: Vec::new(),
             jobs: Vec::new(),
             unlogged: BTreeMap::new(),
