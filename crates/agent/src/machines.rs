@@ -37,6 +37,24 @@ pub struct RefuseMachine {
 }
 request!(RefuseMachine: "machine.refuse", Manage, () => ());
 
+/// Request: end the move of a machine that runs here, and whose source is lost for good with some of its disks, see
+/// [`drover_migrate::Moves::break_off`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BreakMachine {
+    /// Its name.
+    pub name: ImageName,
+}
+request!(BreakMachine: "machine.break", Manage, () => KeptMachine);
+
+/// The answer to [`BreakMachine`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptMachine {
+    /// Bytes of its disks that are lost; `None` if that is not known.
+    pub lost_bytes: Option<u64>,
+    /// Whether it runs.
+    pub runs: bool,
+}
+
 /// Request: the generations of a disk of a machine that this site serves, or that has left it; `None` if they are not known.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct GetGenerations {
@@ -211,7 +229,8 @@ pub struct MachineInfo {
     pub disks: Vec<String>,
     /// The hypervisor that runs it at this site, where it was last moved from here.
     pub hypervisor: Option<String>,
-    /// Bytes of its disks that have not come yet, of one that is `arriving`; `None` of others, and where the site does not say.
+    /// Bytes of its disks that have not come yet, of one that is `arriving`; of one that is `here`, those that were lost, if any were,
+    /// and that nobody can read. `None` of others, and where the site does not say.
     pub left_bytes: Option<u64>,
 }
 
@@ -239,14 +258,15 @@ impl MachineInfo {
 
     /// Asks the running site what of it is missing, if anything is.
     async fn ask_missing(&mut self, home: &Home) -> Result<()> {
-        if self.state != "arriving" {
+        if !matches!(self.state, "arriving" | "here") {
             return Ok(());
         }
         let Ok(name) = ImageName::new(&self.name) else {
             return Ok(());
         };
         if let Some(call) = Call::local(home).await? {
-            self.left_bytes = call.ask(&GetMissing { name }, |()| {}).await?;
+            let missing = call.ask(&GetMissing { name }, |()| {}).await?;
+            self.left_bytes = missing.filter(|bytes| *bytes > 0 || self.state == "arriving");
         }
         Ok(())
     }

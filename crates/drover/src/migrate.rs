@@ -25,7 +25,7 @@ use drover_agent::machines::{self, CloseMachine, RefuseMachine};
 use drover_agent::mounts::of_machine::Leaving;
 use drover_agent::profiles;
 use drover_agent::remote::Call;
-use drover_agent::signals::Stop;
+use drover_agent::signals::{Stop, stopped};
 use drover_agent::site;
 use drover_agent::site::find_peer;
 use drover_agent::text::{bytes, clean};
@@ -36,6 +36,7 @@ use drover_net::{DEFAULT_DOMAIN, RateLimit};
 use drover_store::ImageRecord;
 use drover_store::machine::{Machines, Move};
 use drover_teleport::SendOptions;
+use tokio::sync::watch;
 
 use crate::cli::{self, MigrateArgs};
 use crate::failure::{self, usage};
@@ -105,8 +106,10 @@ async fn depart(
             "disks do not follow a machine of libvirt: --post-copy at-once is for QEMU's own (qmp:)",
         ));
     }
-    let stop = Stop::on_signals()?;
+    let mut signals = Stop::on_signals()?.watch();
+    let stop = watch::Sender::new(false);
     let (machine, name) = connect(home, hypervisor).await?;
+    check_readable(home, &name).await?;
     let work = work(home, &name);
     let scratch = match &args.scratch {
         Some(scratch) => std::path::absolute(scratch)?.join(format!("drover-{name}")),
@@ -155,19 +158,27 @@ async fn depart(
     let moving = async {
         match (dry_run, machine) {
             (true, Some(machine)) => {
-                drover_migrate::estimate(&machine, options, events, stop.watch()).await
+                drover_migrate::estimate(&machine, options, events, stop.subscribe()).await
             }
             (_, machine) => {
-                drover_migrate::migrate(machine, &records, options, events, stop.watch()).await
+                drover_migrate::migrate(machine, &records, options, events, stop.subscribe()).await
             }
         }
     };
     tokio::pin!(moving);
     let mut samples = tokio::time::interval(SAMPLE_EVERY);
+    let mut is_asked = false;
     let moved = loop {
         tokio::select! {
             moved = &mut moving => break moved,
-            _ = samples.tick() => show.sample(),
+            () = stopped(&mut signals), if !*stop.borrow() => drop(stop.send_replace(true)),
+            _ = samples.tick() => {
+                show.sample();
+                if !dry_run && !*stop.borrow() && records.is_asked_to_stop(&name) {
+                    is_asked = true;
+                    stop.send_replace(true);
+                }
+            }
         }
     };
     match moved {
@@ -194,8 +205,28 @@ async fn depart(
             if !args.dry_run {
                 ended::failed(home, &name, &peer, &e).await;
             }
-            Err(failed(e, &peer.name))
+            let error = failed(e, &peer.name);
+            match is_asked && !alone {
+                // Whoever has asked does not want it tried again.
+                true => Err(Error::msg(one_line(error.as_ref())).into()),
+                false => Err(error),
+            }
         }
+    }
+}
+
+/// Refuses a machine some of whose disks was lost with the site that it came from: it cannot be read.
+async fn check_readable(home: &Home, name: &ImageName) -> Result<()> {
+    let machines = machines::list_with_missing(home).await?;
+    let known = machines
+        .iter()
+        .find(|machine| machine.name == name.as_str() && machine.state == "here");
+    match known.and_then(|machine| machine.left_bytes) {
+        Some(lost) => Err(failure::refused(format!(
+            "{} of the disks of {name} was lost with the site that it came from, and cannot be read: write over it first, in the machine or through the NBD export",
+            bytes(lost)
+        ))),
+        None => Ok(()),
     }
 }
 
@@ -343,7 +374,7 @@ async fn abort(home: &Home, name: &ImageName, json: bool) -> Result<()> {
     if known.state == "arriving" {
         let peer = clean(&known.peer.unwrap_or_default());
         return Err(failure::refused(format!(
-            "{name} runs here, and some of its disks is still at {peer}: run its migration at {peer} again"
+            "{name} runs here, and some of its disks is still at {peer}: run its migration at {peer} again, or, if {peer} is lost for good, `drover migrate --break {name}`"
         )));
     }
     if matches!(known.state, "coming" | "starting") {

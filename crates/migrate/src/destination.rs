@@ -1,6 +1,7 @@
 //! Takes machines that other sites send: drives the leechers.
 
 mod boot;
+mod broken;
 mod conversation;
 mod hypervisor;
 mod services;
@@ -23,7 +24,10 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 
 pub use self::boot::boot;
-pub use self::services::{AllMoves, Conversations, DiskFetches, DiskWrites, MemoryStreams};
+pub use self::broken::Kept;
+pub use self::services::{
+    AllMoves, Conversations, DiskFetches, DiskWrites, Measures, MemoryStreams,
+};
 pub use self::waiting::Served;
 use self::waiting::Waiting;
 use crate::error::MigrateError;
@@ -160,6 +164,26 @@ pub trait Site: Send + Sync + 'static {
     ) -> Pending<'a, Result<(), Refusal>> {
         let _ = (disk, record);
         Box::pin(async { Ok(()) })
+    }
+
+    /// What has not arrived of a machine that runs here, and whose disks may be open, will not: who reads it gets an error from now on,
+    /// also after a restart. How many bytes that are.
+    ///
+    /// # Errors
+    /// When that cannot be made durable; [`Code::Held`] when others have its disks: then nobody knows what it was.
+    fn lose_rest<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<u64, Refusal>> {
+        let _ = (machine, record);
+        Box::pin(async { Err(Refusal::new(Code::Unsupported, "nothing follows here")) })
+    }
+
+    /// Whether something of it was lost so.
+    fn has_lost(&self, machine: &ImageName, record: &MachineRecord) -> bool {
+        let _ = (machine, record);
+        false
     }
 
     /// Closes the disks of a machine that does not come, or will be copied anew, and drops what was written to them. Its mounts that
@@ -495,10 +519,18 @@ impl<S: Site> Moves<S> {
         token: Token,
     ) -> Result<Arc<Transfer>, Refusal> {
         let known = self.site.machines().load(name)?;
-        let is_partial = known.is_some_and(|known| match &known.under_way {
+        let is_partial = known.as_ref().is_some_and(|known| match &known.under_way {
             Some(Move::Partial(known, from)) => *known == token && from.key == peer.key.0,
             _ => false,
         });
+        let is_broken =
+            |known: &MachineRecord| known.came_by(token) && self.site.has_lost(name, known);
+        if known.as_ref().is_some_and(is_broken) {
+            let text = format!(
+                "somebody broke the move of {name} there, and gave up what had not arrived"
+            );
+            return Err(Refusal::new(Code::Lost, text));
+        }
         if !is_partial {
             return Err(Refusal::new(
                 Code::OutOfOrder,

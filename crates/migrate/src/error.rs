@@ -82,6 +82,18 @@ pub enum MigrateError {
         /// Which, and why.
         why: String,
     },
+    /// A person there has given up what had not followed it of its disks: it is here only.
+    #[error(
+        "{machine} is at {peer}: {why}; the disks here still have it, as of when {machine} was handed over: here it is paused and must not continue"
+    )]
+    GivenUp {
+        /// Its name there.
+        machine: String,
+        /// The other site.
+        peer: String,
+        /// What the other site says.
+        why: String,
+    },
     /// The machine runs there, and some of its disks is still here only.
     #[error(
         "{machine} runs at {peer}, and what it reads of its disks that is still here waits there: {why}; run the same command again"

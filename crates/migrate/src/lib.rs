@@ -20,6 +20,7 @@ mod error;
 mod hold;
 mod hooks;
 pub mod leecher;
+mod measure;
 mod memory;
 pub mod moment;
 mod movable;
@@ -31,8 +32,8 @@ mod source;
 mod talk;
 
 pub use destination::{
-    AllMoves, Conversations, DiskFetches, DiskWrites, Happened, MemoryStreams, Moves, Pending,
-    Served, Site, boot,
+    AllMoves, Conversations, DiskFetches, DiskWrites, Happened, Kept, Measures, MemoryStreams,
+    Moves, Pending, Served, Site, boot,
 };
 pub use error::MigrateError;
 pub use hooks::{Commands, Hooks};
@@ -40,8 +41,8 @@ pub use movable::{Movable, track};
 pub use source::moving::{estimate_device, move_device};
 pub use source::{
     Broken, DiskGenerations, Expected, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent,
-    MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, break_move, estimate, give_up,
-    left_files, left_mounts, migrate,
+    MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, ask_once, break_move, estimate,
+    give_up, left_files, left_mounts, migrate,
 };
 
 #[cfg(test)]

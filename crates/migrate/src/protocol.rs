@@ -56,6 +56,10 @@ pub mod kind {
     pub const MEMORY: u8 = 0x73;
     /// No more of them follow in this direction.
     pub const MEMORY_END: u8 = 0x74;
+    /// Bytes that measure the link, of which nothing is made.
+    pub const MEASURE: u8 = 0x7b;
+    /// They have come.
+    pub const MEASURED: u8 = 0x7c;
     /// The leecher could not write to a disk: why, as text. Nothing follows.
     pub const FAILED: u8 = 0x77;
 }
@@ -223,6 +227,12 @@ pub struct DescribeMachine {
 }
 
 request!(DescribeMachine: "migrate.describe", Host, () => bool);
+
+/// Measures the link, before a move: frames of [`kind::MEASURE`] follow, and the leecher answers each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasureLink;
+
+request!(MeasureLink: "migrate.measure", Host, () => ());
 
 /// Where bytes of a disk go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,6 +7,7 @@ mod describe;
 mod device;
 pub(crate) mod disks;
 mod domain;
+mod ended;
 mod expected;
 mod follow_domain;
 mod forward;
@@ -37,7 +38,7 @@ use drover_store::machine::{
 use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
-pub use self::broken::{Broken, break_move, give_up};
+pub use self::broken::{Broken, ask_once, break_move, give_up};
 use self::device::Device;
 use self::disks::Disks;
 use self::expected::{Estimated, round_trip};
@@ -52,7 +53,7 @@ use self::resume::{CANCEL_LIMIT, restore};
 use crate::error::MigrateError;
 use crate::memory::Carried;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
-use crate::seeder::{Action, End, Event, Seeder};
+use crate::seeder::{Action, Event, Seeder};
 use crate::talk::{Asker, Liveness, Talk};
 
 /// A copy that lasted longer got somewhere: what breaks it is not what broke the one before.
@@ -168,6 +169,7 @@ async fn drive(
         leaving,
         rest: None,
         lost_leases: None,
+        given_up: None,
         rate: 0.0,
         memory: Arc::default(),
         _lock: lock,
@@ -268,7 +270,9 @@ pub async fn estimate(
     }
     estimated?;
     let round_trip = round_trip(&options).await?;
-    report.expected = Some(of_images.expected(report.memory_bytes, round_trip, &options));
+    let measured = expected::link(&options, round_trip).await?;
+    let of_images = of_images.expected(report.memory_bytes, round_trip, measured, &options);
+    report.expected = Some(of_images);
     Ok(report)
 }
 
@@ -298,15 +302,15 @@ async fn call<R: Request<Reply = ()>>(
     send: &SendOptions,
     request: &R,
 ) -> Result<(FrameReader, FrameWriter), MigrateError> {
-    let (reader, writer, _) = call_on_wire(send, request).await?;
+    let (reader, writer, _, _) = call_on_wire(send, request).await?;
     Ok((reader, writer))
 }
 
-/// The same, with what counts its bytes.
+/// The same, with what counts its bytes, and the protocol that both ends speak.
 async fn call_on_wire<R: Request<Reply = ()>>(
     send: &SendOptions,
     request: &R,
-) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>), MigrateError> {
+) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>, u16), MigrateError> {
     let options = ConnectOptions::named(&send.peer_name);
     let connection = connect_any(&send.addresses, &send.identity, &send.peer, &options).await?;
     let wire = connection.wire();
@@ -314,8 +318,8 @@ async fn call_on_wire<R: Request<Reply = ()>>(
     writer.set_rate(send.limit.clone());
     service::open(&mut writer, request).await?;
     writer.flush().await?;
-    service::read_reply::<R>(&mut reader).await?;
-    Ok((reader, writer, wire))
+    let (greeting, ()) = service::read_greeted_reply::<R>(&mut reader).await?;
+    Ok((reader, writer, wire, greeting.protocol))
 }
 
 fn pauses() -> Backoff {
@@ -358,6 +362,8 @@ struct Driver<'a> {
     rest: Option<left::Rest>,
     /// Write leases of its disks that this site did not have any more when it was taken.
     lost_leases: Option<String>,
+    /// What the other site says if a person there has given up what had not followed.
+    given_up: Option<String>,
     /// Bytes of disks per second in the last round that tells, or 0.
     rate: f64,
     /// What is carried of its memory.
@@ -560,7 +566,8 @@ impl Driver<'_> {
                 }
                 self.record_taken().await?;
                 self.follow_rest().await?;
-                let keep = self.options.keep_source || self.trouble.is_some();
+                let keep =
+                    self.options.keep_source || self.trouble.is_some() || self.given_up.is_some();
                 match self.hypervisor.as_ref().filter(|_| !keep) {
                     Some(Hypervisor::Qemu(machine)) => {
                         if !self.report.handed_over.is_empty() {
@@ -577,60 +584,10 @@ impl Driver<'_> {
             }
             Action::End(end) => {
                 self.forget_taken();
-                return Ok(Some(match end {
-                    End::Moved => match (self.trouble.take(), self.lost_leases.take()) {
-                        (None, None) => Ok(()),
-                        (None, Some(why)) => Err(MigrateError::LeaseLost {
-                            machine: self.options.name_there.to_string(),
-                            peer: self.options.send.peer_name.clone(),
-                            why,
-                        }),
-                        (Some(why), _) if self.device.is_some() => {
-                            Err(MigrateError::Unsupported(format!(
-                                "{} is at {} now, but cannot be used there yet: {why}",
-                                self.options.name_there, self.options.send.peer_name
-                            )))
-                        }
-                        (Some(why), _) => Err(MigrateError::NotStarted {
-                            machine: self.options.name_there.to_string(),
-                            peer: self.options.send.peer_name.clone(),
-                            why,
-                        }),
-                    },
-                    End::Stayed(mut why) => {
-                        if why.is_empty() {
-                            why = format!("{} had refused it", self.options.send.peer_name);
-                        }
-                        if let Some(trouble) = self.trouble.take() {
-                            why = format!("{why}; {trouble}");
-                        }
-                        why += &self.leaving.found(&self.options.send.peer_name);
-                        Err(MigrateError::Stayed {
-                            machine: self.options.machine.to_string(),
-                            why,
-                            code: self.refused,
-                        })
-                    }
-                    End::Unknown => Err(self.disagree()),
-                }));
+                return Ok(Some(self.ended(end)));
             }
         }
         Ok(None)
-    }
-
-    /// What a person is told when only they can find out where it runs.
-    fn disagree(&self) -> MigrateError {
-        let (peer, machine) = (&self.options.send.peer_name, &self.options.machine);
-        let way = match self.device {
-            Some(_) => format!("drover mounts break {machine}"),
-            None if self.seeder.record().is_committed() => {
-                format!("drover migrate --break {machine}")
-            }
-            None => format!("drover migrate --abort {machine}"),
-        };
-        MigrateError::Unsupported(format!(
-            "{peer} and this site do not agree about where {machine} runs: look at both; if {peer} does not have it, `{way}`"
-        ))
     }
 
     /// Opens the conversation, or uses the open one; the leecher's first answer.
@@ -650,13 +607,15 @@ impl Driver<'_> {
             mounted: self.disks.mounted.clone(),
         };
         self.asker = None;
-        let (reader, mut writer, wire) = call_on_wire(&self.options.send, &offer).await?;
+        let called = call_on_wire(&self.options.send, &offer).await?;
+        let (reader, mut writer, wire, protocol) = called;
         // What is said must not wait for what is sent: silence is taken for a lost link.
         writer.set_rate(None);
         let mut talk = Talk::new(reader, writer);
         let answer = talk.hear(kind::ANSWER).await?;
         self.lost = Arc::default();
-        self.liveness = Arc::new(Liveness::of(wire, self.paused.is_some()));
+        let is_paused = self.paused.is_some();
+        self.liveness = Arc::new(Liveness::of(wire, protocol, is_paused));
         self.asker = Some(Asker::new(talk, self.lost.clone()));
         Ok(answer)
     }

@@ -17,7 +17,10 @@ use crate::protocol::{Answer, Ask, KEEP_ALIVE, kind};
 /// How often an end that has nothing to say, or is doing what it was asked, shows that it lives.
 const PING_EVERY: Duration = Duration::from_secs(1);
 
-/// How long nothing may come from the other end while a machine is paused for it. Otherwise [`KEEP_ALIVE`] says that.
+/// The oldest protocol by which the other end shows that.
+const PROTOCOL_OF_PINGS: u16 = 4;
+
+/// How long nothing may come from such an end while a machine is paused for it. Otherwise [`KEEP_ALIVE`] says that.
 const SILENT: Duration = Duration::from_secs(5);
 
 /// How often that is looked at. An end that stands still itself counts for one of these.
@@ -28,14 +31,19 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 pub struct Liveness {
     wire: Arc<WireCounters>,
     paused: AtomicBool,
+    /// Whether the other end shows it often.
+    pings: bool,
 }
 
 impl Liveness {
-    /// That of the end of a connection.
+    /// That of the end of a connection whose ends have agreed on this protocol.
     #[must_use]
-    pub fn of(wire: Arc<WireCounters>, paused: bool) -> Self {
-        let paused = AtomicBool::new(paused);
-        Self { wire, paused }
+    pub fn of(wire: Arc<WireCounters>, protocol: u16, paused: bool) -> Self {
+        Self {
+            wire,
+            paused: AtomicBool::new(paused),
+            pings: protocol >= PROTOCOL_OF_PINGS,
+        }
     }
 
     /// Whether somebody is paused, and waits for it.
@@ -43,13 +51,14 @@ impl Liveness {
         self.paused.store(paused, Ordering::Relaxed);
     }
 
-    /// Returns when nothing has come for [`SILENT`] while somebody waits for it. Cancel safe.
+    /// Returns when nothing has come for [`SILENT`] while somebody waits for it; never if the other end may be silent for longer.
+    /// Cancel safe.
     pub async fn lost(&self) {
         let (mut seen, mut silent) = (self.wire.received(), Duration::ZERO);
         while silent < SILENT {
             tokio::time::sleep(LOOK_EVERY).await;
             let now = self.wire.received();
-            if now == seen && self.paused.load(Ordering::Relaxed) {
+            if self.pings && now == seen && self.paused.load(Ordering::Relaxed) {
                 silent += LOOK_EVERY;
             } else {
                 (seen, silent) = (now, Duration::ZERO);
@@ -190,7 +199,7 @@ mod tests {
     /// Both ends, and what shows whether the second one lives.
     fn pair() -> (Talk, Talk, Liveness) {
         let (here, there) = Connection::pair().unwrap();
-        let liveness = Liveness::of(here.wire(), false);
+        let liveness = Liveness::of(here.wire(), PROTOCOL_OF_PINGS, false);
         let talk = |connection: Connection| {
             let (reader, writer) = connection.split();
             Talk::new(reader, writer)
@@ -209,6 +218,14 @@ mod tests {
         let soon = SILENT + 2 * LOOK_EVERY;
         assert!(tokio::time::timeout(SILENT / 2, &mut lost).await.is_err());
         assert!(tokio::time::timeout(soon, &mut lost).await.is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_earlier_drover_may_be_silent_for_longer() {
+        let (here, _there) = Connection::pair().unwrap();
+        let liveness = Liveness::of(here.wire(), PROTOCOL_OF_PINGS - 1, true);
+        let silence = tokio::time::timeout(KEEP_ALIVE.dead_after, liveness.lost());
+        assert!(silence.await.is_err());
     }
 
     #[tokio::test(start_paused = true)]

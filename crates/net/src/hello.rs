@@ -10,8 +10,8 @@ use crate::{NetError, encode};
 
 /// The oldest protocol this drover speaks.
 pub const PROTOCOL_MIN: u16 = 3;
-/// The newest protocol this drover speaks.
-pub const PROTOCOL_MAX: u16 = 3;
+/// The newest protocol this drover speaks. From 4 on, both ends of a conversation about a migration send something every second.
+pub const PROTOCOL_MAX: u16 = 4;
 /// How long the peer may take for its hello.
 pub const GREET_TIMEOUT: Duration = Duration::from_secs(10);
 

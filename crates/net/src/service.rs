@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use crate::{NetError, Refusal, Right, Rights, decode, encode};
 
-pub use call::{CallEvent, OutgoingCall, call, open, read_reply, reply_in};
+pub use call::{CallEvent, OutgoingCall, call, open, read_greeted_reply, read_reply, reply_in};
 pub use dispatch::{BoxError, Exchange, Handler, IncomingCall, Service, ServiceFuture, Services};
 
 /// Kinds of the frames of a call; services have those from 0x10 on.

@@ -422,10 +422,13 @@ pub struct MachineLock {
     file: File,
     path: PathBuf,
     record: PathBuf,
+    /// See [`Machines::ask_to_stop`].
+    stop: PathBuf,
 }
 
 impl Drop for MachineLock {
     fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.stop);
         if matches!(self.record.try_exists(), Ok(false)) {
             // Whoever has it open looks whether it is still there.
             let _ = std::fs::remove_file(&self.path);
@@ -541,7 +544,13 @@ impl Machines {
             }
             file.set_len(0)?;
             let record = self.directory.join(name.as_str());
-            return Ok(Some(MachineLock { file, path, record }));
+            let stop = self.stop_file(name);
+            return Ok(Some(MachineLock {
+                file,
+                path,
+                record,
+                stop,
+            }));
         }
     }
 
@@ -597,14 +606,42 @@ impl Machines {
         Read::by_ref(&mut file).take(20).read_to_string(&mut text)?;
         Ok(text.parse().ok())
     }
+
+    /// Asks the process that moves a machine from here ([`Self::mover`]) to stop doing that. It may move others at the same time,
+    /// which go on.
+    ///
+    /// # Errors
+    /// Errors of the disk.
+    pub fn ask_to_stop(&self, name: &ImageName) -> io::Result<()> {
+        drover_storage::create_private(&self.stop_file(name)).map(drop)
+    }
+
+    /// Whether this process, which moves a machine, was asked to stop that.
+    #[must_use]
+    pub fn is_asked_to_stop(&self, name: &ImageName) -> bool {
+        // Without the lock, another process was asked.
+        let is_mover = || {
+            let mover = self.mover(name).ok().flatten();
+            mover.and_then(|mover| u32::try_from(mover).ok()) == Some(std::process::id())
+        };
+        self.stop_file(name).exists() && is_mover()
+    }
+
+    fn stop_file(&self, name: &ImageName) -> PathBuf {
+        self.directory.join(format!(".{name}.stop"))
+    }
 }
 
 impl MachineLock {
-    /// Names this process as the one that moves the machine from here.
+    /// Names this process as the one that moves the machine from here. What an earlier one was asked does not count.
     ///
     /// # Errors
     /// Errors of the disk.
     pub fn sign(&mut self) -> io::Result<()> {
+        match std::fs::remove_file(&self.stop) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
         self.file
             .write_all(std::process::id().to_string().as_bytes())
     }

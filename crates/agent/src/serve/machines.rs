@@ -19,7 +19,7 @@ use drover_device::stage::{ArrivalHandle, Arriving, Journaled};
 use drover_frontend::nbd;
 use drover_hypervisor::Place;
 use drover_migrate::program::Target;
-use drover_migrate::protocol::{Kind, MountedDisk, OpenMove, TellGenerations};
+use drover_migrate::protocol::{Kind, MountedDisk, OpenMove};
 use drover_migrate::{Happened, Moves, Pending, Served, Site};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
@@ -28,7 +28,6 @@ use drover_net::service::{Peer, Request};
 use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::Catalog;
-use drover_store::generations::Summary;
 use drover_store::lease::{Access, MountId};
 use drover_store::machine::{MachineRecord, Machines, Move, Other, Owner, Token};
 use tokio::runtime::Handle;
@@ -46,8 +45,10 @@ use crate::mounts::{OwnConnector, own};
 
 mod boot;
 mod built;
+mod generations;
 mod handed_over;
 mod left;
+mod lost;
 mod mounts;
 mod start;
 
@@ -186,6 +187,7 @@ impl SiteMachines {
         let stack = stack.map_err(|e| failed(&e))?;
         // QEMU writes nothing again when this process has been killed, and another one serves the disk.
         let journal = self.journal(machine, index);
+        let lost = lost::mark_in(&journal);
         let opened = tokio::task::spawn_blocking(move || -> std::io::Result<_> {
             let boot = std::fs::read("/proc/sys/kernel/random/boot_id")?;
             let mut id = [0; 16];
@@ -195,7 +197,12 @@ impl SiteMachines {
                 Journaled::open(stack.device, &directory, id).map_err(std::io::Error::other)?;
             let journaled: Arc<dyn BlockDevice> = Arc::new(journaled);
             // Who reads what is still where the machine came from waits for it.
-            Arriving::kept(journaled, &directory, id, ARRIVAL_LIMIT).map_err(std::io::Error::other)
+            let kept = Arriving::kept(journaled, &directory, id, ARRIVAL_LIMIT);
+            let (device, arrival) = kept.map_err(std::io::Error::other)?;
+            if lost.try_exists()? {
+                arrival.fail(lost::error());
+            }
+            Ok((device, arrival))
         });
         let (device, arrival) = opened
             .await
@@ -452,72 +459,6 @@ impl SiteMachines {
         Ok(())
     }
 
-    /// The generations of a machine's disk that is served here, or was frozen when the machine left; encoded.
-    pub async fn generations(
-        &self,
-        name: &ImageName,
-        disk: u32,
-    ) -> Result<Option<Vec<u8>>, Refusal> {
-        let Some((domain, image)) = self.disk(name, disk).await? else {
-            return Ok(None);
-        };
-        let record = self.machines.load(name)?;
-        let runs = record.is_some_and(|record| record.may_run());
-        let asked = tokio::task::spawn_blocking(move || domain.devices.generations(&image));
-        let known = asked.await.map_err(failed)?;
-        let known = known.filter(|known| runs || known.over);
-        Ok(known.map(|known| known.encode()))
-    }
-
-    /// Bytes of the disks of a machine that have not arrived, if they are open.
-    pub async fn missing(&self, name: &ImageName) -> Option<u64> {
-        let open = self.open.lock().await;
-        let disks = &open.get(name)?.disks;
-        Some(disks.iter().map(|disk| disk.arrival.left()).sum())
-    }
-
-    /// The image of a machine's disk, if the machine is served here, or is elsewhere.
-    async fn disk(
-        &self,
-        name: &ImageName,
-        disk: u32,
-    ) -> Result<Option<(Arc<InUse>, ImageName)>, Refusal> {
-        if let Some(machine) = self.open.lock().await.get(name) {
-            let disk = machine.disks.get(disk as usize);
-            return Ok(disk.map(|disk| (Arc::clone(&machine.domain), disk.image.clone())));
-        }
-        let record = self.machines.load(name)?;
-        let record = record.filter(|record| !record.may_run() && self.config(name).is_ok());
-        match record.and_then(|record| record.disks.get(disk as usize).cloned()) {
-            Some(image) => Ok(Some((self.domain(name).await?, image))),
-            None => Ok(None),
-        }
-    }
-
-    /// Takes what the site that a machine came from says of the generations of a disk.
-    pub async fn told_generations(
-        &self,
-        peer: &Peer,
-        told: TellGenerations,
-    ) -> Result<(), Refusal> {
-        let name = &told.machine;
-        let record = self.machines.load(name)?;
-        let is_its = self.config(name)?.domain == peer.domain
-            && record.is_some_and(|record| record.came_by(told.token));
-        if !is_its {
-            let text = format!("the machine {name} did not come here by that move");
-            return Err(Refusal::new(Code::OutOfOrder, text));
-        }
-        let of = Summary::decode(&told.generations);
-        let of = of.map_err(|e| Refusal::new(Code::Protocol, e.to_string()))?;
-        let Some((domain, image)) = self.disk(name, told.disk).await? else {
-            return Ok(());
-        };
-        let adopt = move || domain.devices.adopt_generations(&image, &of);
-        let adopted = tokio::task::spawn_blocking(adopt).await.map_err(failed)?;
-        adopted.map_err(failed)
-    }
-
     /// Continues after a restart of the site.
     pub async fn restart(moves: &Arc<Moves<SiteMachines>>) {
         moves.restart().await;
@@ -742,6 +683,18 @@ impl Site for SiteMachines {
         disks: &'a [MountedDisk],
     ) -> Pending<'a, Result<Vec<NbdAddress>, Refusal>> {
         Box::pin(self.mounted(machine, disks))
+    }
+
+    fn lose_rest<'a>(
+        &'a self,
+        machine: &'a ImageName,
+        record: &'a MachineRecord,
+    ) -> Pending<'a, Result<u64, Refusal>> {
+        Box::pin(self.lose(machine, record))
+    }
+
+    fn has_lost(&self, machine: &ImageName, record: &MachineRecord) -> bool {
+        self.has_lost_some(machine, record)
     }
 
     fn discard_disks<'a>(

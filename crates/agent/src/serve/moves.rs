@@ -12,7 +12,10 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::in_domain::InDomain;
 use super::machines::{SiteMachines, moves};
 use super::server::Server;
-use crate::machines::{CloseMachine, CountMigration, GetGenerations, GetMissing, RefuseMachine};
+use crate::machines::{
+    BreakMachine, CloseMachine, CountMigration, GetGenerations, GetMissing, KeptMachine,
+    RefuseMachine,
+};
 
 /// The moves to a site: of machines, and of disks of each domain.
 pub struct SiteMoves {
@@ -182,5 +185,21 @@ impl Handler<RefuseMachine> for OfMachines {
         _: &mut Exchange<'_, RefuseMachine>,
     ) -> Result<(), Refusal> {
         self.0.of(peer, kind).await?.give_up(name).await
+    }
+}
+
+impl Handler<BreakMachine> for OfMachines {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        BreakMachine { name }: BreakMachine,
+        _: &mut Exchange<'_, BreakMachine>,
+    ) -> Result<KeptMachine, Refusal> {
+        let machines = self.0.of(peer, Kind::Machine).await?;
+        let kept = machines.break_off(name).await?;
+        Ok(KeptMachine {
+            lost_bytes: kept.lost_bytes,
+            runs: kept.runs,
+        })
     }
 }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use drover_migrate::{Conversations, DiskFetches, DiskWrites, MemoryStreams};
+use drover_migrate::{Conversations, DiskFetches, DiskWrites, Measures, MemoryStreams};
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
@@ -57,6 +57,7 @@ fn for_machines(services: &mut Services, moves: &Arc<SiteMoves>) {
     services.add(DiskWrites(Arc::clone(moves)));
     services.add(DiskFetches(Arc::clone(moves)));
     services.add(MemoryStreams(Arc::clone(moves)));
+    services.add(Measures);
     services.handle::<drover_migrate::protocol::DescribeMachine>(OfMachines(Arc::clone(moves)));
     services.handle::<drover_migrate::protocol::TellGenerations>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::GetGenerations>(OfMachines(Arc::clone(moves)));
@@ -65,6 +66,7 @@ fn for_machines(services: &mut Services, moves: &Arc<SiteMoves>) {
     services.handle::<crate::machines::CloseMachine>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::CountMigration>(OfMachines(Arc::clone(moves)));
     services.handle::<crate::machines::RefuseMachine>(OfMachines(Arc::clone(moves)));
+    services.handle::<crate::machines::BreakMachine>(OfMachines(Arc::clone(moves)));
 }
 
 fn for_site(services: &mut Services, server: &Arc<Server>) {

@@ -31,7 +31,7 @@ Examples:
   drover migrate --list
   drover migrate --list --all               those that have ended, with their pauses
   drover migrate --abort web
-  drover migrate --break web                lyon is lost for good, and may have had it
+  drover migrate --break web                lyon is lost for good, and may have had it, or still has some of its disks
 
 In config.toml at lyon:
   [machines.web]
@@ -126,10 +126,11 @@ pub struct MigrateArgs {
     /// Give up the migration of a machine, which keeps running here; at the peer: reject one that is coming
     #[arg(long, value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer"])]
     pub abort: Option<ImageName>,
-    /// Let a machine run here that was handed over to a peer which is lost for good
+    /// Let a machine run here that was handed over to a peer which is lost for good, or has come from one
     ///
-    /// Only that peer knows whether it took the machine: it must not run there, now or later, or there are two. What still was
-    /// to follow is here. If its QEMU here has ended, boot the machine from its disks.
+    /// Handed over: only that peer knows whether it took the machine, and is asked once more; it must not run there, now or later, or
+    /// there are two. What still was to follow is here. If its QEMU here has ended, boot the machine from its disks. Arriving: it
+    /// runs here, and what of its disks had not come from the peer is lost: reading it fails, until it is written over.
     #[arg(long = "break", value_name = "NAME", value_parser = image_name, conflicts_with_all = ["machine", "peer", "list", "abort", "start", "start_script", "dry_run"])]
     pub broken: Option<ImageName>,
     /// With --break: also if the peer has said that it runs the machine, while its disks were still to follow; what it wrote there

@@ -1,11 +1,21 @@
-//! `migrate --break`: a machine runs on here whose destination is lost for good.
+//! `migrate --break`: a machine runs on here whose destination, or source, is lost for good.
+
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
+use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
-use drover_agent::text::clean;
+use drover_agent::machines::{BreakMachine, GetMissing};
+use drover_agent::remote::Call;
+use drover_agent::site;
+use drover_agent::text::{bytes, clean};
 use drover_core::ImageName;
-use drover_migrate::{Broken, break_move as end_move};
-use drover_store::machine::Move;
+use drover_migrate::{Broken, ask_once, break_move as end_move};
+use drover_net::{Code, PeerKey};
+use drover_store::machine::{Decision, MachineRecord, Move, Other};
+use drover_teleport::SendOptions;
+use serde_json::json;
 
 use super::ended;
 use super::under_way::{failed, if_there, stop_mover, work};
@@ -14,7 +24,8 @@ use crate::failure;
 use crate::out;
 use crate::prompt;
 
-/// Lets a machine run here that was handed over, if the user confirms that it does not run there.
+/// Lets a machine run here that was handed over, if the user confirms that it does not run there; ends the move of one that arrives
+/// here from a site that is lost.
 ///
 /// # Errors
 /// When it was not handed over, or cannot run here.
@@ -25,10 +36,14 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
             "no machine called {name} has moved; see `drover migrate --list`"
         )));
     };
-    let Some(Move::Committed(_, to)) = &known.under_way else {
-        return Err(failure::refused(format!(
-            "{name} is not being handed over: there is nothing to break; see `drover migrate --list`"
-        )));
+    let to = match &known.under_way {
+        Some(Move::Committed(_, to)) => to,
+        Some(Move::Partial(_, from)) => return give_up_rest(home, name, from, args).await,
+        _ => {
+            return Err(failure::refused(format!(
+                "{name} is not being handed over: there is nothing to break; see `drover migrate --list`"
+            )));
+        }
     };
     let peer = clean(&to.name);
     prompt::confirm(
@@ -37,8 +52,33 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
         ),
         args.yes,
     )?;
+    let is_refused = match ask(home, name, &known, to).await {
+        Ok(Decision::Taken) => {
+            return Err(failure::refused(format!(
+                "{peer} answers, and has taken {name}: migrate it there again to go on, or move it back from there; only if {peer} is lost for good, with all that {name} wrote there, stop its site first"
+            )));
+        }
+        Ok(decision) => decision == Decision::Refused,
+        Err(e) if code_of(&e) == Some(Code::Held) => {
+            return Err(failure::refused(format!(
+                "{peer} answers, and may have {name}: {}",
+                one_line(e.as_ref())
+            )));
+        }
+        Err(e) => {
+            out::note(&format!("{peer} does not answer: {}", one_line(e.as_ref())));
+            false
+        }
+    };
     if !stop_mover(&records, name).await? {
         bail!("the process that moves {name} does not end; see `drover migrate --list`");
+    }
+    if is_refused && records.load(name)?.is_some_and(|now| now.may_run()) {
+        // The command that moved it has heard that, too.
+        if args.json {
+            return out::json(&json!({"event": "aborted", "machine": name.as_str()}));
+        }
+        return out::line(&format!("{name}: stays here: {peer} had not taken it"));
     }
     let recorded = known.hypervisor.as_deref();
     let machine = if_there(home, recorded).await?;
@@ -51,7 +91,7 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
     }
     let broken = broken.map_err(|e| failed(e, ""))?;
     if args.json {
-        return out::json(&serde_json::json!({
+        return out::json(&json!({
             "event": "broken",
             "machine": name.as_str(),
             "peer": peer,
@@ -60,6 +100,86 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
         }));
     }
     out::line(&said(name, &peer, recorded, &broken))
+}
+
+/// Asks the destination what it decided.
+async fn ask(home: &Home, name: &ImageName, known: &MachineRecord, to: &Other) -> Result<Decision> {
+    let peers = site::open_catalog(home)?.peers()?;
+    let Some(peer) = peers.into_iter().find(|peer| peer.key == PeerKey(to.key)) else {
+        bail!("it is no peer any more");
+    };
+    let send = SendOptions {
+        identity: home.identity()?,
+        peer: peer.key,
+        peer_name: peer.name.clone(),
+        addresses: peer.addresses.clone(),
+        route: Arc::default(),
+        limit: None,
+        dry_run: false,
+        connections: None,
+        compress: None,
+        give_up_after: Duration::ZERO,
+        profiles: None,
+    };
+    let asked = ask_once(&send, name, known).await;
+    asked.map_err(|e| failed(e, &peer.name))
+}
+
+fn code_of(error: &anyhow::Error) -> Option<Code> {
+    error.downcast_ref::<Error>().and_then(Error::code)
+}
+
+/// Ends the move of a machine that runs here, and some of whose disks is at a site that is lost for good.
+async fn give_up_rest(
+    home: &Home,
+    name: &ImageName,
+    from: &Other,
+    args: &MigrateArgs,
+) -> Result<()> {
+    let peer = clean(&from.name);
+    let Some(call) = Call::local(home).await? else {
+        return Err(failure::refused(format!(
+            "the site does not run, which has the disks of {name}: start it with `drover serve`"
+        )));
+    };
+    let missing = GetMissing { name: name.clone() };
+    let left = match call.ask(&missing, |()| {}).await? {
+        Some(left) => bytes(left),
+        None => "some".into(),
+    };
+    prompt::confirm(
+        &format!(
+            "{name} runs here, and {left} of its disks is at {peer} still. Is {peer} lost for good? Then that is lost: reading it fails, until it is written over"
+        ),
+        args.yes,
+    )?;
+    let ask = BreakMachine { name: name.clone() };
+    let call = Call::local(home).await?;
+    let call = call.ok_or_else(|| Error::msg("the site has just been stopped"))?;
+    let kept = call.ask(&ask, |()| {}).await?;
+    ended::given_up(home, name, from, kept.lost_bytes);
+    if args.json {
+        return out::json(&json!({
+            "event": "given-up",
+            "machine": name.as_str(),
+            "peer": peer,
+            "runs": kept.runs,
+            "lost_bytes": kept.lost_bytes,
+        }));
+    }
+    let mut said = match kept.runs {
+        true => format!("{name}: runs here"),
+        false => format!("{name}: is here, and has to be started by hand"),
+    };
+    said += &match kept.lost_bytes {
+        Some(0) => String::new(),
+        Some(lost) => format!(
+            "; {} of its disks is lost: reading it fails, until it is written over",
+            bytes(lost)
+        ),
+        None => "; it is not known what of its disks had not arrived, since their write lease was revoked: check them".into(),
+    };
+    out::line(&said)
 }
 
 fn said(name: &ImageName, peer: &str, hypervisor: Option<&str>, broken: &Broken) -> String {

@@ -54,6 +54,22 @@ pub async fn broken(home: &Home, machine: &ImageName, to: &Other) {
     tell_of(home, machine, record, None).await;
 }
 
+/// A person has given up what had not followed a machine that runs here.
+pub fn given_up(home: &Home, machine: &ImageName, from: &Other, lost_bytes: Option<u64>) {
+    let record = Record {
+        outcome: Outcome::Failed,
+        ..Record::new(Event::MachineArrived)
+    };
+    let record = record
+        .detail("its move was broken: what had not followed it is lost, with the peer")
+        .about(&from.name, PeerKey(from.key));
+    let record = match lost_bytes {
+        Some(lost) => record.bytes(lost),
+        None => record,
+    };
+    home.audit().write(record.machine(machine));
+}
+
 async fn tell(
     home: &Home,
     machine: &ImageName,
@@ -135,6 +151,7 @@ fn row(record: &Record) -> Vec<String> {
         text(&record.machine),
         match (record.event, record.outcome) {
             (Event::MachineLeft, Outcome::Failed) => "left, does not run".into(),
+            (Event::MachineArrived, Outcome::Failed) => "the rest is lost".into(),
             _ => result,
         },
         text(&record.peer),

@@ -68,25 +68,25 @@ pub async fn evacuate(home: &Home, args: EvacuateArgs) -> Result<()> {
                 async move { depart(&home, &hypervisor, &peer, &of_it, limit, false).await }
             };
             let moved = one.depart(&places, once).await;
-            (moved, one.is_committed())
+            (moved, one)
         });
     }
-    let (mut stay, mut behind) = (0, 0);
+    let mut failed = Vec::new();
     let mut elsewhere = BTreeMap::<String, usize>::new();
     while let Some(moved) = moves.join_next().await {
         match moved? {
             (Ok(None), _) => {}
             (Ok(Some(peer)), _) if peer == args.peer => {}
             (Ok(Some(peer)), _) => *elsewhere.entry(peer).or_default() += 1,
-            (Err(e), is_committed) => {
-                match is_committed {
-                    true => behind += 1,
-                    false => stay += 1,
-                }
+            (Err(e), one) => {
+                failed.push(one);
                 out::note(&one_line(e.as_ref()));
             }
         }
     }
+    // Somebody may have broken the move of one meanwhile.
+    let behind = failed.iter().filter(|one| one.is_committed()).count();
+    let stay = failed.len() - behind;
     let all_of_them = count(all, "machine");
     match (stay, behind) {
         (0, 0) if args.json => out::json(&json!({"event": "evacuated", "machines": all})),

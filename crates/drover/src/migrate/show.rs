@@ -230,9 +230,13 @@ impl Show {
 
 /// What a dry run expects, for a person.
 fn expected(of: &Expected) -> String {
-    let whole = match of.seconds {
-        Some(seconds) => format!("; at most {seconds:.0} s at this limit"),
-        None => String::new(),
+    let whole = match (of.seconds, of.bytes_per_second) {
+        (Some(seconds), Some(rate)) if of.measured => format!(
+            "; at most about {seconds:.0} s at the {}/s that the link carried just now",
+            bytes(rate)
+        ),
+        (Some(seconds), _) => format!("; at most {seconds:.0} s at this limit"),
+        (None, _) => "; how long it takes is not known".into(),
     };
     format!(
         "; a pause of about {} ms (round trip: {:.0} ms){whole}",

@@ -43,22 +43,18 @@ pub fn failed(error: MigrateError, peer: &str) -> anyhow::Error {
     }
 }
 
-/// Stops the process that moves a machine, if there is one; whether it has ended within its time.
+/// Has the process that moves a machine stop that, if there is one; whether it has within its time. What else it moves goes on.
 pub async fn stop_mover(records: &Machines, name: &ImageName) -> Result<bool> {
-    let Some(process) = records.mover(name)? else {
-        return Ok(true);
-    };
-    let process = rustix::process::Pid::from_raw(process).context("no such process")?;
-    rustix::process::kill_process(process, rustix::process::Signal::INT)
-        .with_context(|| format!("cannot stop process {process:?}, which moves {name}"))?;
+    let cannot = || format!("cannot stop the process that moves {name}");
     let gone = async {
         while records.mover(name)?.is_some() {
+            records.ask_to_stop(name)?;
             tokio::time::sleep(ABORT_POLL).await;
         }
         std::io::Result::Ok(())
     };
     match tokio::time::timeout(ABORT_LIMIT, gone).await {
-        Ok(gone) => Ok(gone.map(|()| true)?),
+        Ok(gone) => gone.map(|()| true).with_context(cannot),
         Err(_) => Ok(false),
     }
 }

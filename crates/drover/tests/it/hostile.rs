@@ -17,14 +17,15 @@ use std::time::Duration;
 
 use drover_agent::domains::{AddDomain, MoveImage, RemoveDomain};
 use drover_agent::machines::{
-    CloseMachine, CountMigration, GetGenerations, GetMissing, RefuseMachine,
+    BreakMachine, CloseMachine, CountMigration, GetGenerations, GetMissing, RefuseMachine,
 };
 use drover_agent::replicas::{FailOver, ForgetReplica};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
 use drover_migrate::protocol::{
-    DescribeMachine, FetchDisks, Kind, OpenMove, SendDisks, SendMemory, TellGenerations,
+    DescribeMachine, FetchDisks, Kind, MeasureLink, OpenMove, SendDisks, SendMemory,
+    TellGenerations,
 };
 use drover_migrate::replica::protocol::{BeginRound, CompleteRound, TellPoint};
 use drover_mount::protocol::{HandOverLease, LookAtLease};
@@ -196,6 +197,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             token: Some(Token([1; 16])),
             spec: None,
         }),
+        encode_call(&MeasureLink),
         encode_call(&TellGenerations {
             machine: of(),
             token: Token([1; 16]),
@@ -269,6 +271,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             kind: Kind::Machine,
             name: of(),
         }),
+        encode_call(&BreakMachine { name: of() }),
         encode_call(&GetGenerations {
             name: of(),
             disk: 0,

@@ -7,8 +7,8 @@ use drover_net::{Code, Refusal, Right};
 use drover_teleport::{Effort, Pace};
 
 use super::{Moves, Pending, Site};
-use crate::memory;
-use crate::protocol::{FetchDisks, Kind, OpenMove, SendDisks, SendMemory};
+use crate::protocol::{FetchDisks, Kind, MeasureLink, OpenMove, SendDisks, SendMemory};
+use crate::{measure, memory};
 
 /// The moves to a site, of each kind.
 pub trait AllMoves: Send + Sync + 'static {
@@ -120,6 +120,32 @@ impl<A: AllMoves> Service for DiskFetches<A> {
                 ended = transfer.name_and_ask(call.reader, call.writer) => Ok(ended?),
                 _ = stop.wait_for(|stop| *stop) => Ok(()),
                 () = writing.ended() => Ok(()),
+            }
+        })
+    }
+}
+
+/// Serves [`MeasureLink`].
+pub struct Measures;
+
+impl Service for Measures {
+    fn id(&self) -> &'static str {
+        MeasureLink::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        MeasureLink::RIGHT
+    }
+
+    fn serve(&self, _: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let MeasureLink = call.request()?;
+            call.accept::<MeasureLink>(&()).await?;
+            call.writer.flush().await?;
+            let mut stop = call.stop.clone();
+            tokio::select! {
+                ended = measure::answer(call.reader, call.writer) => Ok(ended?),
+                _ = stop.wait_for(|stop| *stop) => Ok(()),
             }
         })
     }

@@ -144,7 +144,7 @@ impl Transfer {
     }
 
     /// Whether there is a connection that brings bytes.
-    pub(super) fn is_connected(&self) -> bool {
+    pub(crate) fn is_connected(&self) -> bool {
         self.busy.try_lock().is_err()
     }
 

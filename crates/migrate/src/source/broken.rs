@@ -1,18 +1,25 @@
 //! A person ends a move that nobody works on any more: gives it up, or, if its destination is lost for good, breaks it.
 
 use std::path::Path;
+use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_hypervisor::Hypervisor;
 use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
 use drover_net::{Code, Refusal, decode};
-use drover_store::machine::{MachineRecord, Machines, Move, Token};
+use drover_store::machine::{Decision, MachineRecord, Machines, Move, Token};
+use drover_teleport::SendOptions;
 
 use super::disks::Disks;
 use super::left::{FORMAT, LeftDisks, TAKEN};
-use super::{lock, restore};
+use super::{call, lock, restore};
 use crate::error::MigrateError;
+use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
+use crate::talk::Talk;
+
+/// How long the destination may take to say what it decided.
+const ASK_LIMIT: Duration = Duration::from_secs(20);
 
 /// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
 /// that is to come is refused for good.
@@ -60,6 +67,49 @@ pub async fn give_up(
         .into()),
         _ => Err(Refusal::new(Code::NotFound, format!("{name} is not leaving this site")).into()),
     }
+}
+
+/// Asks the destination of a committed move once more what it decided. One that has not taken the machine refuses it, for good: then
+/// it stays here.
+///
+/// # Errors
+/// When the destination cannot be reached, or does not say.
+pub async fn ask_once(
+    send: &SendOptions,
+    name: &ImageName,
+    known: &MachineRecord,
+) -> Result<Decision, MigrateError> {
+    let Some(Move::Committed(token, _)) = known.under_way else {
+        return Ok(Decision::Unknown);
+    };
+    // Without disks: it is only asked.
+    let open = OpenMove {
+        kind: Kind::Machine,
+        token,
+        machine: known.name_there.clone().unwrap_or_else(|| name.clone()),
+        seed: known.seed,
+        generation: known.generation,
+        disks: Vec::new(),
+        memory_bytes: 0,
+        mounted: Vec::new(),
+    };
+    let asked = async {
+        let (reader, writer) = call(send, &open).await?;
+        let mut talk = Talk::new(reader, writer);
+        let mut answer: Answer = talk.hear(kind::ANSWER).await?;
+        if answer.decision == Decision::Open {
+            talk.say(kind::ASK, &Ask::Cancel).await?;
+            answer = talk.hear(kind::ANSWER).await?;
+        }
+        Ok(answer.decision)
+    };
+    let limit = |_| MigrateError::TooLong {
+        what: "its answer",
+        seconds: ASK_LIMIT.as_secs(),
+    };
+    tokio::time::timeout(ASK_LIMIT, asked)
+        .await
+        .map_err(limit)?
 }
 
 /// What has become of a machine whose move was broken.

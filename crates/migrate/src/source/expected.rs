@@ -8,10 +8,12 @@ use drover_net::{Code, ConnectOptions, NetError, connect_any, service};
 use drover_teleport::progress::SendEvent;
 
 use super::aim::{DEFAULT_PAUSE, FIRST, for_hypervisor};
+use super::call;
 use super::report::{Expected, MoveEvent, MoveOptions, OnMove};
 use crate::error::MigrateError;
+use crate::measure::{is_unknown, measure};
 use crate::memory::behind_at;
-use crate::protocol::DescribeMachine;
+use crate::protocol::{DescribeMachine, MeasureLink};
 
 /// How often the round trip is measured: the shortest counts.
 const MEASURES: u32 = 3;
@@ -44,24 +46,48 @@ impl Estimated {
         &self,
         memory_bytes: u64,
         round_trip: Duration,
+        measured: Option<u64>,
         options: &MoveOptions,
     ) -> Expected {
         let image_bytes = self.0.load(Ordering::Relaxed);
         let longest = options.max_pause.unwrap_or(DEFAULT_PAUSE);
         let limit = options.send.limit.as_ref();
-        let behind = limit.map_or(Duration::ZERO, |limit| behind_at(limit.bytes_per_second()));
+        let limit = limit.map(|limit| limit.bytes_per_second().max(1));
+        let behind = limit.map_or(Duration::ZERO, behind_at);
         let memory = for_hypervisor(FIRST.min(longest), behind).saturating_add(behind);
         let rest = SWITCH + round_trip * PAUSE_ROUND_TRIPS;
         let pause = memory.saturating_add(rest);
+        // A measurement is not exact: a little less than the limit is the limit.
+        let slower = |rate: &u64| limit.is_none_or(|limit| *rate < limit / 10 * 9);
+        let measured = measured.filter(slower).map(|rate| rate.max(1));
+        let rate = measured.or(limit);
         Expected {
             image_wire_bytes: image_bytes,
             round_trip_ms: round_trip.as_secs_f64() * 1000.0,
             pause_ms: pause.as_millis() as u64,
-            seconds: limit.map(|limit| {
+            bytes_per_second: rate,
+            measured: measured.is_some(),
+            seconds: rate.map(|rate| {
                 let bytes = image_bytes.saturating_add(memory_bytes);
-                bytes as f64 / limit.bytes_per_second().max(1) as f64 + pause.as_secs_f64()
+                bytes as f64 / rate as f64 + pause.as_secs_f64()
             }),
         }
+    }
+}
+
+/// Bytes that the link carries in a second, within the limit; `None` if the other site, which is of an earlier version, does not
+/// measure, or nothing can be said of it.
+///
+/// # Errors
+/// When the connection breaks.
+pub(super) async fn link(
+    options: &MoveOptions,
+    round_trip: Duration,
+) -> Result<Option<u64>, MigrateError> {
+    match call(&options.send, &MeasureLink).await {
+        Ok((reader, writer)) => measure(reader, writer, round_trip).await,
+        Err(e) if is_unknown(&e) => Ok(None),
+        Err(e) => Err(e),
     }
 }
 

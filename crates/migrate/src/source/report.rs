@@ -192,7 +192,11 @@ pub struct Expected {
     pub round_trip_ms: f64,
     /// The pause of a machine that does not write faster than the link carries, in milliseconds.
     pub pause_ms: u64,
-    /// At most so long, with all of its memory, if the rate is limited.
+    /// The rate at which it would be sent: the limit, or what the link carried when it was measured. `None` where neither is known.
+    pub bytes_per_second: Option<u64>,
+    /// Whether that was measured: it is an estimate.
+    pub measured: bool,
+    /// At most so long at that rate, with all of its memory.
     pub seconds: Option<f64>,
 }
 

@@ -337,7 +337,13 @@ impl Driver<'_> {
                 return Err(unfinished(&machine, &peer, &MigrateError::Stopped));
             }
         };
-        self.report.asked_bytes = rest.map_err(|e| unfinished(&machine, &peer, &e))?;
+        self.report.asked_bytes = match rest {
+            Err(e) if e.code() == Some(Code::Lost) => {
+                self.given_up = Some(e.to_string());
+                0
+            }
+            rest => rest.map_err(|e| unfinished(&machine, &peer, &e))?,
+        };
         let (lost, ms) = leases.map_err(|e| unfinished(&machine, &peer, &e))?;
         if !mounts.is_empty() {
             self.report.leases_ms = ms;

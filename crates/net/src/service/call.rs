@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::{Request, encode_call, final_reply, kind};
 use crate::frame::corrupt;
 use crate::{
-    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, read_hello,
-    send_hello,
+    Connection, Frame, FrameReader, FrameWriter, Greeting, NetError, Role, decode, encode, greet,
+    read_hello, send_hello,
 };
 
 /// How long the other end may be silent before its reply.
@@ -39,9 +39,20 @@ pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetEr
 /// # Errors
 /// As [`read_hello`] and [`reply_in`].
 pub async fn read_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply, NetError> {
-    read_hello(reader, Role::Client).await?;
+    Ok(read_greeted_reply::<R>(reader).await?.1)
+}
+
+/// The same, with what the two ends agreed on.
+///
+/// # Errors
+/// As [`read_reply`].
+pub async fn read_greeted_reply<R: Request>(
+    reader: &mut FrameReader,
+) -> Result<(Greeting, R::Reply), NetError> {
+    let greeting = read_hello(reader, Role::Client).await?;
     let frame = next(reader).await?;
-    reply_in::<R>(&frame, reader.peer_text())
+    let reply = reply_in::<R>(&frame, reader.peer_text())?;
+    Ok((greeting, reply))
 }
 
 /// An event of a call.

@@ -167,6 +167,10 @@ async fn the_same_command_goes_on_after_the_commitment() {
         .run("near", &["migrate", &other_machine, "far"])
         .code(2);
     held.go_on();
+    until("it was taken", || sites.state("far") == "here");
+    world
+        .run("near", &["migrate", "--break", "web", "--yes"])
+        .fails(3, &["far answers, and has taken web"]);
     Moving::begin(&sites, "near", "far", &[]).done();
     here.ended().await;
     goes_on(&here, &mut there).await;
@@ -209,6 +213,22 @@ async fn a_person_breaks_a_move_to_a_site_that_is_lost() {
     sites.serve_again("far", &crash);
     assert_eq!(there.said("beat"), None);
     there.kill();
+    // A site that is back when it is asked once more refuses the machine for good.
+    let mut there = sites.wait_for_it("far").await;
+    let mut moving = Moving::begin(&sites, "near", "far", &[]);
+    moving.until("event", "reconnecting");
+    sites.site("far").wait();
+    moving.kill();
+    sites.serve_again("far", &crash);
+    let near = |args: &[&str]| sites.world.run("near", args).ok();
+    near(&["migrate", "--break", "web", "--yes"]);
+    assert_eq!(
+        (sites.state("near"), sites.state("far")),
+        ("here".into(), "away".into())
+    );
+    stays(&sites, &mut here).await;
+    there.ended().await;
+    assert_eq!(there.said("beat"), None);
     let _there = sites.wait_for_it("far").await;
     let mut moving = Moving::begin(&sites, "near", "far", &[]);
     moving.until("event", "reconnecting");

@@ -147,16 +147,23 @@ async fn what_is_left_waits_for_the_same_command_also_when_qemu_has_ended() {
         waiting.moving.kill();
         if qemu_dies {
             here.kill();
-            // The site at the destination, too.
-            sites.restart("far");
         }
         assert_eq!(states(&sites), ("committed".into(), "arriving".into()));
-        // It runs there, as this site knows: nobody breaks that by mistake.
-        let broken = ["migrate", "--break", "web", "--yes"];
+        // It runs there, as that site says: nobody breaks that, by mistake or not.
+        let broken = ["migrate", "--break", "web", "--yes", "--taken"];
         sites
             .world
             .run("near", &broken)
+            .fails(3, &["far answers, and has taken web"]);
+        // Where it does not answer, this site remembers.
+        let site = sites.site("far");
+        site.signal("KILL");
+        site.wait();
+        sites
+            .world
+            .run("near", &broken[..4])
             .fails(3, &["has taken web", "--taken"]);
+        sites.serve_again("far", &[]);
         if qemu_dies {
             // Another file is not what the machine lacks, and is not read.
             let other = sites.world.path("other");
@@ -390,4 +397,85 @@ async fn the_command_that_ends_a_move_marks_and_indexes_what_is_left() {
     let info = Command::new("qemu-img").args(["info", text]).output();
     let info = String::from_utf8(info.unwrap().stdout).unwrap();
     assert!(info.contains("name: drover-"), "{info}");
+}
+
+/// What the site at the destination serves of the disk is read or written by qemu-io: its output.
+fn disk(sites: &Sites, command: &str) -> String {
+    let socket = sites.world.path("far/machines/.web.nbd");
+    let at = format!("nbd+unix:///disk-0?socket={}", socket.display());
+    let mut io = Command::new("qemu-io");
+    let done = io.args(["-f", "raw", "-c", command, &at]).output().unwrap();
+    String::from_utf8(done.stdout).unwrap() + &String::from_utf8(done.stderr).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_person_gives_up_what_a_lost_source_still_has() {
+    let test = "a_person_gives_up_what_a_lost_source_still_has";
+    let Some(mut sites) = Sites::new(test) else {
+        return;
+    };
+    let mut here = sites.start("near").await;
+    let mut there = sites.wait_for_it("far").await;
+    here.wait_said("beat", 50).await;
+    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let last = here.said("beat").unwrap();
+    there.wait_said("beat", last + 1).await;
+    let given_up = ["migrate", "--break", "web", "--yes", "--json"];
+    let far = |sites: &Sites, args: &[&str]| sites.world.run("far", args);
+    far(&sites, &given_up).fails(3, &["near is not lost", "sends what is left of web"]);
+
+    // The host of the source burns down.
+    waiting.moving.kill();
+    here.kill();
+    let site = sites.site("near");
+    site.signal("KILL");
+    site.wait();
+    far(&sites, &["migrate", "--abort", "web"]).fails(3, &["still at near", "--break web"]);
+    far(&sites, &["migrate", "--break", "web"]).fails(2, &["--yes"]);
+    assert_eq!(sites.state("far"), "arriving");
+    let mut said = None;
+    until("the connection has ended", || {
+        let run = far(&sites, &given_up);
+        let is_over = !run.err.contains("near is not lost");
+        said = is_over.then_some(run);
+        is_over
+    });
+    let said = said.unwrap().ok().json();
+    let lost = said[0]["lost_bytes"].as_u64();
+    assert!(lost > Some(0), "{said:?}");
+    assert_eq!(
+        (&said[0]["event"], &said[0]["runs"]),
+        (&"given-up".into(), &true.into())
+    );
+    far(&sites, &given_up).fails(3, &["nothing to break"]);
+    let listed = |sites: &Sites| far(sites, &["migrate", "--list", "--json"]).ok().json();
+    let is_lost = |machine: &Value| machine["left_bytes"].as_u64() > Some(0);
+    for _ in 0..2 {
+        let machines = listed(&sites);
+        assert_eq!(machines[0]["state"], "here");
+        assert!(is_lost(&machines[0]), "{machines:?}");
+        // Nobody waits for it, and nobody takes zeros for it.
+        let read = disk(&sites, &format!("read 0 {SIZE}"));
+        assert!(read.contains("Input/output error"), "{read}");
+        sites.restart("far");
+    }
+    let onward = sites.hypervisor("far");
+    far(&sites, &["migrate", &onward, "near"])
+        .fails(3, &["was lost with the site", "cannot be read"]);
+    there.kill();
+
+    // What is written over is there, as on any disk.
+    let written = disk(&sites, &format!("write -z 0 {SIZE}"));
+    assert!(written.contains("wrote"), "{written}");
+    let read = disk(&sites, &format!("read -P 0 0 {SIZE}"));
+    assert!(read.contains("read 4194304/4194304"), "{read}");
+    assert_eq!(listed(&sites)[0]["left_bytes"], Value::Null);
+
+    // The source is back after all: it is told, and keeps what it has as an old copy.
+    sites.serve_again("near", &[]);
+    let machine = sites.hypervisor("near");
+    let again = ["migrate", &machine, "far"];
+    let told = ["web is at far", "gave up what had not arrived"];
+    sites.world.run("near", &again).fails(1, &told);
+    assert_eq!(states(&sites), ("away".into(), "here".into()));
 }
