@@ -143,10 +143,13 @@ async fn begin(
 ) -> Result<(watch::Receiver<bool>, HeldMachine)> {
     let (machine, name) = match migrate::connect(home, hypervisor).await? {
         (Some(Hypervisor::Qemu(machine)), name) => (machine, name),
-        (Some(Hypervisor::Libvirt(_)), _) => {
-            return Err(usage(
-                "a machine of libvirt cannot be read for a snapshot: libvirt does not lend its QEMU's disks; name a QEMU by its QMP socket, as in qmp:/run/web.qmp",
-            ));
+        (Some(Hypervisor::Libvirt(domain)), name) => {
+            if args.freeze == cli::Freeze::Always {
+                return Err(usage(
+                    "the guest agent of a machine of libvirt is libvirt's: use --pause 'virsh domfsfreeze NAME' --resume 'virsh domfsthaw NAME'",
+                ));
+            }
+            (domain.machine().await?, name)
         }
         (None, _) => anyhow::bail!("{hypervisor} runs no machine"),
     };
@@ -167,7 +170,11 @@ async fn begin(
         series: series(vault),
         work,
         scratch,
-        freeze: args.freeze.into(),
+        freeze: match hypervisor {
+            // Its agent is libvirt's.
+            cli::Hypervisor::Libvirt(_) => cli::Freeze::Never.into(),
+            cli::Hypervisor::Qmp(_) => args.freeze.into(),
+        },
         hooks: Arc::new(Commands {
             pause: args.pause.clone(),
             resume: args.resume.clone(),

@@ -8,6 +8,7 @@
 mod connection;
 mod description;
 mod migration;
+mod monitor;
 mod xdr;
 
 use std::path::{Path, PathBuf};

@@ -25,11 +25,12 @@ Examples:
   drover snapshot web.qcow2 --vault /mnt/vault
   drover snapshot web.qcow2 lyon                       into a peer's vault
   drover snapshot qmp:/run/web.qmp                     a running machine
+  drover snapshot libvirt:web --pause 'virsh domfsfreeze web' --resume 'virsh domfsthaw web'
   drover snapshot qmp:/run/db.qmp --freeze always --as db
   drover snapshot qmp:/run/web.qmp --once              QEMU records nothing afterwards
   drover snapshot web.raw                              an image that is mounted or exported here")]
 pub struct SnapshotArgs {
-    /// Image file, or block device; a machine: qmp: and the QMP socket of its QEMU; an image of this site that is mounted for writing, or the path of its mount
+    /// Image file, or block device; a machine: qmp: and the QMP socket of its QEMU, or libvirt: and its name there; an image of this site that is mounted for writing, or the path of its mount
     #[arg(value_name = "IMAGE|MACHINE", value_hint = ValueHint::FilePath)]
     pub of_what: SnapshotOf,
     /// The peer in whose vault it is kept; as --vault PEER:

@@ -50,11 +50,6 @@ impl What {
     /// What an operand of `drover snapshot` means; none if there is nothing of that name.
     fn of(home: Option<&Path>, operand: &SnapshotOf) -> Result<Option<What>> {
         let path = match operand {
-            SnapshotOf::Machine(Hypervisor::Libvirt(_)) => {
-                return Err(usage(
-                    "a machine of libvirt cannot be read for a snapshot; name a QEMU by its QMP socket, as in qmp:/run/web.qmp",
-                ));
-            }
             SnapshotOf::Machine(hypervisor) => return Ok(Some(What::Machine(hypervisor.clone()))),
             SnapshotOf::Named(path) => path,
         };

@@ -1,15 +1,19 @@
 //! A connection with a libvirt daemon: its remote protocol over a Unix socket, as `virsh` speaks it.
 
 use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
-use tokio::net::unix::OwnedReadHalf;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
@@ -19,7 +23,10 @@ use crate::error::{HypervisorError, one_line, plain};
 /// The program of the remote protocol.
 const PROGRAM: u32 = 0x2000_8086;
 
-/// Its only version.
+/// The program of what QEMU alone has.
+const QEMU_PROGRAM: u32 = 0x2000_8087;
+
+/// The only version of both.
 const VERSION: u32 = 1;
 
 /// The length of a message and its header.
@@ -37,8 +44,12 @@ const QUICK: Duration = Duration::from_secs(60);
 /// Failure: there is no such machine.
 const NO_MACHINE: u32 = 42;
 
-/// Type of an answer.
+/// Types of messages: a call and an answer, without and with open files, and what comes by itself.
+const CALL: u32 = 0;
 const REPLY: u32 = 1;
+const EVENT: u32 = 2;
+const CALL_WITH_FILES: u32 = 4;
+const REPLY_WITH_FILES: u32 = 5;
 
 /// Kind of authentication that asks polkit about the process at the other end.
 const POLKIT: u32 = 2;
@@ -71,6 +82,24 @@ pub enum Procedure {
     MigrateFinish = 306,
     MigrateConfirm = 307,
 }
+
+/// Procedures of the program that QEMU alone has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Monitor {
+    Command = 1,
+    Register = 4,
+    Event = 6,
+    CommandWithFiles = 7,
+}
+
+/// An answer.
+pub struct Called {
+    pub body: Vec<u8>,
+    failed: bool,
+}
+
+/// A message on its way, and the file that goes after it.
+type Outgoing = (Vec<u8>, Option<OwnedFd>);
 
 /// Which libvirt daemon: `qemu:///system` or `qemu:///session`, with `?socket=/path` where the socket is not at its usual
 /// place.
@@ -168,10 +197,14 @@ impl std::fmt::Display for Uri {
 /// Answers that are waited for, by serial number; `None` when the connection has ended.
 type Waiting = Arc<Mutex<Option<HashMap<u32, oneshot::Sender<Message>>>>>;
 
+/// Who is told of QEMU's events.
+type Watcher = Arc<Mutex<Option<mpsc::Sender<Vec<u8>>>>>;
+
 /// What a daemon sent.
 struct Message {
     serial: u32,
     is_reply: bool,
+    is_event: bool,
     failed: bool,
     body: Vec<u8>,
 }
@@ -180,8 +213,10 @@ struct Message {
 #[derive(Debug)]
 pub struct Connection {
     uri: String,
-    out: mpsc::Sender<Vec<u8>>,
+    out: mpsc::Sender<Outgoing>,
     waiting: Waiting,
+    /// Where QEMU's events go.
+    watcher: Watcher,
     serial: Mutex<u32>,
     tasks: [JoinHandle<()>; 2],
 }
@@ -220,20 +255,33 @@ impl Connection {
 
     async fn over(stream: UnixStream, uri: &Uri) -> Result<Self, HypervisorError> {
         let (reader, mut writer) = stream.into_split();
-        let (out, mut queue) = mpsc::channel::<Vec<u8>>(QUEUE);
+        let (out, mut queue) = mpsc::channel::<Outgoing>(QUEUE);
         let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
         let write = tokio::spawn(async move {
-            while let Some(message) = queue.recv().await {
-                if writer.write_all(&message).await.is_err() {
+            while let Some((message, file)) = queue.recv().await {
+                let written = match writer.write_all(&message).await {
+                    Ok(()) => send_file(&writer, file).await,
+                    failed => failed,
+                };
+                if written.is_err() {
                     // The reader ends too.
                     return;
                 }
             }
         });
         let answered = Arc::clone(&waiting);
+        let watcher = Watcher::default();
+        let watched = Arc::clone(&watcher);
         let read = tokio::spawn(async move {
             let mut reader = reader;
             while let Some(message) = read_message(&mut reader).await {
+                if message.is_event {
+                    if let Some(watcher) = &*watched.lock() {
+                        // Who is late finds out by asking.
+                        let _ = watcher.try_send(message.body);
+                    }
+                    continue;
+                }
                 let mut waiting = answered.lock();
                 let known = waiting.as_mut().filter(|_| message.is_reply);
                 if let Some(wants) = known.and_then(|known| known.remove(&message.serial)) {
@@ -243,11 +291,13 @@ impl Connection {
             }
             // Those who wait find out.
             *answered.lock() = None;
+            *watched.lock() = None;
         });
         let connection = Connection {
             uri: uri.text.clone(),
             out,
             waiting,
+            watcher,
             serial: Mutex::new(0),
             tasks: [write, read],
         };
@@ -290,11 +340,49 @@ impl Connection {
         body: Writer,
         limit: Duration,
     ) -> Result<Vec<u8>, HypervisorError> {
-        let refused = |reason: String| HypervisorError::Libvirt {
-            uri: self.uri.clone(),
-            what: what.to_owned(),
-            reason,
-        };
+        let called = (PROGRAM, procedure as u32);
+        let answer = self.exchange(called, what, body, None, limit).await?;
+        match answer.failed {
+            true if procedure == Procedure::LookupByName && code(&answer.body) == NO_MACHINE => {
+                Err(HypervisorError::NoMachine {
+                    uri: self.uri.clone(),
+                    name: what.to_owned(),
+                })
+            }
+            true => Err(self.unsupported(what, reason(&answer.body))),
+            false => Ok(answer.body),
+        }
+    }
+
+    /// Calls a procedure of QEMU's, with an open file.
+    pub async fn monitor(
+        &self,
+        procedure: Monitor,
+        what: &str,
+        body: Writer,
+        file: Option<OwnedFd>,
+    ) -> Result<Called, HypervisorError> {
+        let called = (QEMU_PROGRAM, procedure as u32);
+        let answer = self.exchange(called, what, body, file, QUICK).await?;
+        match answer.failed {
+            true => Err(self.unsupported(what, reason(&answer.body))),
+            false => Ok(answer),
+        }
+    }
+
+    /// Has QEMU's events sent on, as libvirt tells them.
+    pub fn watch(&self, to: mpsc::Sender<Vec<u8>>) {
+        *self.watcher.lock() = Some(to);
+    }
+
+    async fn exchange(
+        &self,
+        called: (u32, u32),
+        what: &str,
+        body: Writer,
+        file: Option<OwnedFd>,
+        limit: Duration,
+    ) -> Result<Called, HypervisorError> {
         let serial = {
             let mut serial = self.serial.lock();
             *serial = serial.wrapping_add(1);
@@ -305,21 +393,15 @@ impl Connection {
             Some(waiting) => waiting.insert(serial, send),
             None => return Err(self.ended()),
         };
-        let message = message(procedure, serial, &body.finish());
-        self.out.send(message).await.map_err(|_| self.ended())?;
-        let answer = match tokio::time::timeout(limit, answer).await {
-            Ok(answer) => answer.map_err(|_| self.ended())?,
-            Err(_) => return Err(refused(format!("no answer within {limit:?}"))),
-        };
-        match answer.failed {
-            true if procedure == Procedure::LookupByName && code(&answer.body) == NO_MACHINE => {
-                Err(HypervisorError::NoMachine {
-                    uri: self.uri.clone(),
-                    name: what.to_owned(),
-                })
+        let message = message(called, serial, &body.finish(), file.is_some());
+        let sent = self.out.send((message, file)).await;
+        sent.map_err(|_| self.ended())?;
+        match tokio::time::timeout(limit, answer).await {
+            Ok(answer) => {
+                let Message { body, failed, .. } = answer.map_err(|_| self.ended())?;
+                Ok(Called { body, failed })
             }
-            true => Err(refused(reason(&answer.body))),
-            false => Ok(answer.body),
+            Err(_) => Err(self.unsupported(what, format!("no answer within {limit:?}"))),
         }
     }
 
@@ -356,19 +438,49 @@ fn no_libvirt(uri: &Uri, socket: &Path, error: &std::io::Error) -> HypervisorErr
     }
 }
 
-fn message(procedure: Procedure, serial: u32, body: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(HEADER_BYTES + body.len()).unwrap_or(u32::MAX);
+fn message((program, procedure): (u32, u32), serial: u32, body: &[u8], has_file: bool) -> Vec<u8> {
+    let files = match has_file {
+        true => Writer::default().number(1),
+        false => Writer::default(),
+    };
+    let files = files.finish();
+    let length = HEADER_BYTES + files.len() + body.len();
     Writer::default()
-        .number(length)
-        .number(PROGRAM)
+        .number(u32::try_from(length).unwrap_or(u32::MAX))
+        .number(program)
         .number(VERSION)
-        .number(procedure as u32)
-        // A call, and its status.
-        .number(0)
+        .number(procedure)
+        .number(if has_file { CALL_WITH_FILES } else { CALL })
         .number(serial)
+        // The status of a call.
         .number(0)
+        .fixed(&files)
         .fixed(body)
         .finish()
+}
+
+/// Sends the file that a message announced, with a byte of its own.
+async fn send_file(socket: &OwnedWriteHalf, file: Option<OwnedFd>) -> io::Result<()> {
+    let Some(file) = file else {
+        return Ok(());
+    };
+    let socket: &UnixStream = socket.as_ref();
+    loop {
+        socket.writable().await?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let files = [file.as_fd()];
+        ancillary.push(SendAncillaryMessage::ScmRights(&files));
+        let sent = socket.try_io(Interest::WRITABLE, || {
+            let byte = [IoSlice::new(&[0])];
+            Ok(sendmsg(socket, &byte, &mut ancillary, SendFlags::NOSIGNAL)?)
+        });
+        match sent {
+            Ok(_) => return Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => return Err(e),
+        }
+    }
 }
 
 /// The next message; `None` at the end, or where it is none.
@@ -381,11 +493,14 @@ async fn read_message(reader: &mut OwnedReadHalf) -> Option<Message> {
     reader.read_exact(&mut bytes).await.ok()?;
     let mut header = Reader::new(&bytes);
     let (program, version) = (header.number()?, header.number()?);
-    let (_procedure, kind) = (header.number()?, header.number()?);
+    let (procedure, kind) = (header.number()?, header.number()?);
     let (serial, status) = (header.number()?, header.number()?);
     Some(Message {
         serial,
-        is_reply: program == PROGRAM && version == VERSION && kind == REPLY,
+        is_reply: [PROGRAM, QEMU_PROGRAM].contains(&program)
+            && version == VERSION
+            && [REPLY, REPLY_WITH_FILES].contains(&kind),
+        is_event: program == QEMU_PROGRAM && kind == EVENT && procedure == Monitor::Event as u32,
         failed: status != 0,
         body: bytes.split_off(HEADER_BYTES - 4),
     })

@@ -57,6 +57,11 @@ impl Writer {
         parameters.iter().fold(begun, add)
     }
 
+    /// What another one has written.
+    pub fn append(self, other: Writer) -> Self {
+        self.fixed(&other.0)
+    }
+
     /// What was written.
     pub fn finish(self) -> Vec<u8> {
         self.0

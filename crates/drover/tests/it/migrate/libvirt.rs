@@ -482,3 +482,64 @@ async fn a_machine_that_libvirt_does_not_know_any_more_is_given_up() {
         "{err}"
     );
 }
+
+/// A machine of libvirt as a source of snapshots: by its QEMU, through libvirt, which notices nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_of_libvirt_is_kept_in_a_vault() {
+    let Some(managed) = Managed::new("a_machine_of_libvirt_is_kept_in_a_vault") else {
+        return;
+    };
+    let world = &managed.sites.world;
+    world.run("near", &["vault", "init", "store"]).ok();
+    let snapshot = ["snapshot", "libvirt:web", "--json"];
+    world.run("near", &snapshot).fails(1, &["not running"]);
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut console = managed.near.console();
+    let mut read = Vec::new();
+    for _ in 0..2 {
+        let last = console.all_said("beat").last().copied().unwrap_or(0);
+        let before = console.wait_said("beat", last + 20).await;
+        let made = world.run("near", &snapshot).ok().json();
+        let made = made
+            .iter()
+            .find(|event| event["event"] == "snapshot")
+            .unwrap();
+        assert_eq!(
+            (&made["name"], &made["frozen"]),
+            (&"web".into(), &false.into())
+        );
+        read.push(made["read_bytes"].as_u64().unwrap());
+        let after = console.all_said("beat").last().copied().unwrap();
+        world
+            .run("near", &["restore", "web@latest", "restored.raw"])
+            .ok();
+        let disk = fs::read(world.path("restored.raw")).unwrap();
+        fs::remove_file(world.path("restored.raw")).unwrap();
+        let kept = super::replicas::newest(&disk);
+        assert!(
+            (before..=after + 1).contains(&kept),
+            "{before} {kept} {after}"
+        );
+    }
+    // The second one reads what was written since.
+    assert!(read[0] == SIZE && read[1] < SIZE, "{read:?}");
+    world
+        .run("near", &[&snapshot[..], &["--freeze", "always"]].concat())
+        .fails(2, &["domfsfreeze"]);
+    // Nothing of it is left but what records, and that goes too; libvirt can do with the machine what it could.
+    world
+        .run("near", &[&snapshot[..], &["--once"]].concat())
+        .ok();
+    let ask = [
+        "qemu-monitor-command",
+        "web",
+        "{\"execute\":\"query-named-block-nodes\"}",
+    ];
+    let nodes = managed.near.virsh(&ask).unwrap();
+    assert!(!nodes.contains("drover-"), "{nodes}");
+    managed.near.virsh(&["suspend", "web"]).unwrap();
+    managed.near.virsh(&["resume", "web"]).unwrap();
+    let last = console.all_said("beat").last().copied().unwrap();
+    console.wait_said("beat", last + 20).await;
+    assert!(console.verify().await >= last);
+}
