@@ -349,21 +349,19 @@ async fn one_machine_of_an_evacuation_is_given_up() {
         .drover("near", &["evacuate", "far", "--limit", "8M", "--json"]);
     let piped = evacuate.stdout(Stdio::piped()).stderr(Stdio::piped());
     let evacuate = piped.spawn().unwrap();
-    let states = || {
+    let both_come = || {
         let listed = sites
             .world
             .run("far", &["migrate", "--list", "--json"])
             .ok();
         let machines = listed.json();
-        let all = ["db", "web"].iter().all(|name| {
-            let is_it = |machine: &&Value| machine["name"] == *name;
-            machines
-                .iter()
-                .any(|machine| is_it(&machine) && machine["state"] == "coming")
-        });
-        all
+        let comes = |name: &str| {
+            let is_it = |machine: &Value| machine["name"] == name && machine["state"] == "coming";
+            machines.iter().any(is_it)
+        };
+        comes("db") && comes("web")
     };
-    until("both are on their way", states);
+    until("both are on their way", both_come);
     sites.world.run("near", &["migrate", "--abort", "web"]).ok();
     let ended = evacuate.wait_with_output().unwrap();
     let said = String::from_utf8(ended.stderr).unwrap();
