@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use drover_net::{Code, FrameReader, FrameWriter, NetError};
+use drover_net::{FrameReader, FrameWriter, NetError};
 
 use crate::error::MigrateError;
 use crate::protocol::{KEEP_ALIVE, kind};
@@ -88,11 +88,6 @@ pub(crate) async fn measure(
         () = tokio::time::sleep(LONGEST) => {}
     }
     Ok(rate(&answers))
-}
-
-/// Whether a site cannot be measured: it is of an earlier version.
-pub(crate) fn is_unknown(error: &MigrateError) -> bool {
-    error.code() == Some(Code::Unsupported)
 }
 
 /// What the second half of the time says.

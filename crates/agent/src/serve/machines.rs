@@ -51,6 +51,7 @@ mod left;
 mod lost;
 mod mounts;
 mod start;
+mod unreadable;
 
 use handed_over::{Fence, HandedOver};
 pub(super) use left::has_changes;
@@ -187,7 +188,7 @@ impl SiteMachines {
         let stack = stack.map_err(|e| failed(&e))?;
         // QEMU writes nothing again when this process has been killed, and another one serves the disk.
         let journal = self.journal(machine, index);
-        let lost = lost::mark_in(&journal);
+        let lost = unreadable::mark_in(&journal);
         let opened = tokio::task::spawn_blocking(move || -> std::io::Result<_> {
             let boot = std::fs::read("/proc/sys/kernel/random/boot_id")?;
             let mut id = [0; 16];
@@ -200,7 +201,7 @@ impl SiteMachines {
             let kept = Arriving::kept(journaled, &directory, id, ARRIVAL_LIMIT);
             let (device, arrival) = kept.map_err(std::io::Error::other)?;
             if lost.try_exists()? {
-                arrival.fail(lost::error());
+                arrival.fail(unreadable::error());
             }
             Ok((device, arrival))
         });

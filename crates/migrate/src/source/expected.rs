@@ -8,10 +8,9 @@ use drover_net::{Code, ConnectOptions, NetError, connect_any, service};
 use drover_teleport::progress::SendEvent;
 
 use super::aim::{DEFAULT_PAUSE, FIRST, for_hypervisor};
-use super::call;
 use super::report::{Expected, MoveEvent, MoveOptions, OnMove};
 use crate::error::MigrateError;
-use crate::measure::{is_unknown, measure};
+use crate::measure::measure;
 use crate::memory::behind_at;
 use crate::protocol::{DescribeMachine, MeasureLink};
 
@@ -84,10 +83,17 @@ pub(super) async fn link(
     options: &MoveOptions,
     round_trip: Duration,
 ) -> Result<Option<u64>, MigrateError> {
-    match call(&options.send, &MeasureLink).await {
-        Ok((reader, writer)) => measure(reader, writer, round_trip).await,
-        Err(e) if is_unknown(&e) => Ok(None),
-        Err(e) => Err(e),
+    let send = &options.send;
+    let to = ConnectOptions::named(&send.peer_name);
+    let connection = connect_any(&send.addresses, &send.identity, &send.peer, &to).await?;
+    let (mut reader, mut writer) = connection.split();
+    writer.set_rate(send.limit.clone());
+    service::open(&mut writer, &MeasureLink).await?;
+    writer.flush().await?;
+    match service::read_reply::<MeasureLink>(&mut reader).await {
+        Ok(()) => measure(reader, writer, round_trip).await,
+        Err(NetError::Refused(refusal)) if refusal.code == Code::Unsupported => Ok(None),
+        Err(e) => Err(e.into()),
     }
 }
 

@@ -3,27 +3,14 @@
 //! It stays absent: who reads it gets an error, as from a disk with bad sectors, until it is written over. A file beside the list of
 //! what is absent, in the journal of each disk, says so after a restart, and goes with it.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-use drover_core::{DeviceError, ImageName};
+use drover_core::ImageName;
 use drover_migrate::Site;
 use drover_net::{Code, Refusal};
 use drover_store::machine::MachineRecord;
 
 use super::SiteMachines;
+use super::unreadable::{error, mark_in};
 use crate::error::failed;
-
-/// The file, in the directory with the journal of a disk.
-pub(super) fn mark_in(journal: &Path) -> PathBuf {
-    journal.join("lost")
-}
-
-/// What a reader gets.
-pub(super) fn error() -> DeviceError {
-    let text = "it had not arrived when the site that the machine came from was given up as lost";
-    DeviceError::Io(Arc::new(std::io::Error::other(text)))
-}
 
 impl SiteMachines {
     /// Gives up what has not arrived of a machine; how many bytes that are.
