@@ -316,7 +316,7 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     // What it names comes first to a mount there, over a link that carries little of the rest: the disk in its order, until
     // the profile is here.
     m.proxy.delay(std::time::Duration::from_millis(40));
-    let options = ["--read-only", "--window", "128K", "--give-up-after", "1s"];
+    let options = ["--read-only", "--window", "128K", "--give-up-after", "4s"];
     let socket = m.export("web.raw", &options);
     until("some of it is here", || {
         m.disk()["received"].as_u64().unwrap() > 3 << 20

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use drover_hypervisor::Hypervisor;
-use drover_hypervisor::machine::{Machine, MigrationStatus, RunState, Yank};
+use drover_hypervisor::machine::{Machine, MigrationInfo, MigrationStatus, RunState, Yank};
 
 use super::disks::Disks;
 use super::domain;
@@ -39,7 +39,8 @@ pub(super) async fn restore(
 /// Ends a migration of the hypervisor, if there is one, and lets the machine run.
 async fn resume(machine: &Machine) -> Result<(), MigrateError> {
     let begun = Instant::now();
-    leave_device_state(machine).await?;
+    leave_device_state(machine).await;
+    let begun_to_end = Instant::now();
     match tokio::time::timeout(CANCEL_LIMIT, machine.cancel_migration()).await {
         Ok(cancelled) => cancelled?,
         // It waits for a connection that is dead.
@@ -53,7 +54,7 @@ async fn resume(machine: &Machine) -> Result<(), MigrateError> {
                 seconds: RESUME_LIMIT.as_secs(),
             });
         }
-        if begun.elapsed() > CANCEL_LIMIT && !yanked {
+        if begun_to_end.elapsed() > CANCEL_LIMIT && !yanked {
             machine.yank(&[Yank::Migration]).await?;
             yanked = true;
         }
@@ -79,11 +80,15 @@ async fn resume(machine: &Machine) -> Result<(), MigrateError> {
 
 /// Waits until QEMU has sent its devices, or failed to: nobody carries its stream any more. Cancelled meanwhile it may run on
 /// with disks that it has closed, and crash at the first write (7.2).
-async fn leave_device_state(machine: &Machine) -> Result<(), MigrateError> {
+async fn leave_device_state(machine: &Machine) {
     let begun = Instant::now();
     let mut before = None;
-    while begun.elapsed() < CANCEL_LIMIT {
-        let status = machine.migration().await?.status;
+    while begun.elapsed() < RESUME_LIMIT / 2 {
+        // One that does not answer is yanked.
+        let asked = tokio::time::timeout(CANCEL_LIMIT, machine.migration()).await;
+        let Ok(Ok(MigrationInfo { status, .. })) = asked else {
+            return;
+        };
         let may_wait = match status {
             MigrationStatus::Device => true,
             // It may have been told to continue just now.
@@ -91,10 +96,9 @@ async fn leave_device_state(machine: &Machine) -> Result<(), MigrateError> {
             _ => false,
         };
         if !may_wait {
-            break;
+            return;
         }
         before = Some(status);
         tokio::time::sleep(CANCEL_POLL).await;
     }
-    Ok(())
 }

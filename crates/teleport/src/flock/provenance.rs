@@ -82,6 +82,22 @@ impl Marks {
         }
     }
 
+    /// Forgets the blocks from `block` on, and returns what is to be [put back](Self::put_back) behind as many as are known
+    /// then.
+    fn cut(&mut self, block: u64) -> Vec<(u64, Mark)> {
+        let keep = self.0.partition_point(|(end, _)| *end <= block);
+        let behind = self.0[keep..].to_vec();
+        self.truncate(block);
+        behind
+    }
+
+    /// Puts back what was cut off, from the end of what is known now on.
+    fn put_back(&mut self, behind: &[(u64, Mark)], may_split: bool) {
+        for (end, mark) in behind {
+            self.push(end.saturating_sub(self.blocks()), *mark, may_split);
+        }
+    }
+
     /// Forgets the blocks from `block` on.
     fn truncate(&mut self, block: u64) {
         let keep = self.0.partition_point(|(end, _)| *end <= block);
@@ -124,19 +140,20 @@ impl Provenance {
     pub fn recorded(&mut self, image: ImageId, base: CompactIndex, count: u64, had: bool) {
         let may_split = self.may_split();
         if let Some(marks) = self.images.get_mut(&image) {
-            marks.truncate(base.0);
+            let behind = marks.cut(base.0);
             let mark = if had { Mark::SITE } else { Mark::SENT };
             marks.push(count, mark, may_split);
+            marks.put_back(&behind, may_split);
         }
     }
 
-    /// A plan for the data blocks of `image` from `base` on.
+    /// A plan for the data blocks of `image` from `base` on, the first or one that replaces it; what follows stays.
     pub fn planned(&mut self, image: ImageId, base: CompactIndex, runs: &[Run]) {
         let may_split = self.may_split();
         let Some(mut marks) = self.images.remove(&image) else {
             return;
         };
-        marks.truncate(base.0);
+        let behind = marks.cut(base.0);
         for run in runs {
             let count = u64::from(run.count);
             match run.from {
@@ -177,6 +194,7 @@ impl Provenance {
                 }
             }
         }
+        marks.put_back(&behind, may_split);
         self.images.insert(image, marks);
     }
 
@@ -396,11 +414,17 @@ mod tests {
             CompactIndex(10),
             &[run(10, From::Sequence { first: 5 })],
         );
-        all.planned(image, CompactIndex(15), &[run(3, From::Literal)]);
-        assert_eq!(all.images[&image].blocks(), 18);
+        let repeated = From::Own {
+            first: CompactIndex(0),
+        };
+        all.planned(image, CompactIndex(15), &[run(3, repeated)]);
+        assert_eq!(all.images[&image].blocks(), 20, "what follows stays");
         let mut counted = Origins::default();
-        all.tally(image, 10, 8, &mut counted);
-        assert_eq!(counted.site, 8, "five of the site, three sent");
+        all.tally(image, 10, 10, &mut counted);
+        assert_eq!((counted.site, counted.own), (7, 3));
+        counted = Origins::default();
+        all.tally(image, 18, 2, &mut counted);
+        assert_eq!(counted.site, 2);
         assert!(!all.has(ImageId(2)));
         all.planned(ImageId(2), CompactIndex(0), &[run(1, From::Literal)]);
         assert!(!all.has(ImageId(2)), "not of the flock");

@@ -185,6 +185,13 @@ impl Site {
         lost.entry(image).or_insert_with(Instant::now).elapsed()
     }
 
+    /// The source does not send an image which this node receives after all: nobody here waits for it.
+    pub(crate) fn lose_at_once(&self, image: ImageId) {
+        if let Some(long_ago) = Instant::now().checked_sub(2 * MAX_LOST) {
+            self.elsewhere.lost.lock().insert(image, long_ago);
+        }
+    }
+
     /// How an image stands that the node which was to receive it does not.
     fn lost(&self, flock: &Flock, image: ImageId) -> Lost {
         let record = self.flocks.record(flock);
@@ -200,8 +207,9 @@ impl Site {
         }
         match state {
             ImageState::Failed => Lost::Gone,
-            ImageState::Delivered | ImageState::Unchanged => Lost::Delivered,
+            // Also what was delivered: it may have been removed or replaced since.
             _ if self.lost_for(image) > MAX_LOST => Lost::Gone,
+            ImageState::Delivered | ImageState::Unchanged => Lost::Delivered,
             _ => Lost::WillComeBack,
         }
     }

@@ -12,7 +12,7 @@ pub struct Watched {
     peak: AtomicU64,
     calls: AtomicU64,
     order: Mutex<Vec<u64>>,
-    delay: Duration,
+    delay: Mutex<Duration>,
     broken: Mutex<Option<DeviceError>>,
 }
 
@@ -26,7 +26,7 @@ impl Watched {
             peak: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             order: Mutex::default(),
-            delay,
+            delay: Mutex::new(delay),
             broken: Mutex::default(),
         })
     }
@@ -62,7 +62,8 @@ impl BlockDevice for Watched {
         self.calls.fetch_add(1, Ordering::AcqRel);
         let now = self.now.fetch_add(1, Ordering::AcqRel) + 1;
         self.peak.fetch_max(now, Ordering::AcqRel);
-        std::thread::sleep(self.delay);
+        let delay = *self.delay.lock();
+        std::thread::sleep(delay);
         self.now.fetch_sub(1, Ordering::AcqRel);
         match &*self.broken.lock() {
             Some(error) => Err(error.clone()),
@@ -252,7 +253,7 @@ fn a_list_comes_first_and_a_pause_holds() {
 #[test]
 fn what_a_list_has_first_comes_first_after_a_cut_too() {
     let far = Far::new(&vec![1; 400 * CHUNK as usize]);
-    let watched = Watched::new(&far, Duration::from_millis(2));
+    let watched = Watched::new(&far, Duration::from_secs(1));
     let remote = far.remote_over(Arc::clone(&watched) as _);
     let list = [301, 17, 250, 90, 333, 120, 399, 60];
     let runs = list.map(|first| Chunks { first, count: 1 });
@@ -261,12 +262,15 @@ fn what_a_list_has_first_comes_first_after_a_cut_too() {
         ..options(&FakeDirectory::default(), &remote)
     };
     let device = Synced::open(with_list).unwrap();
-    // What is under way is lost.
+    soon("some of it is under way", || !watched.order().is_empty());
+    // It is lost.
     remote.cut("a test");
+    *watched.delay.lock() = Duration::from_millis(2);
     watched.order.lock().clear();
     remote.mend();
     assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     let order = watched.order();
+    assert!(list.contains(&order[0]), "{order:?}");
     let rest = order.iter().skip_while(|i| list.contains(*i));
     let late: Vec<_> = rest.filter(|i| list.contains(*i)).collect();
     assert!(late.is_empty(), "{late:?} of {order:?}");

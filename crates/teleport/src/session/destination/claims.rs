@@ -127,7 +127,7 @@ fn work(
         } = claim;
         let count = runs.len();
         let runs = site.find_elsewhere(flock, image, base, &batch, runs);
-        // A run that was found makes more of them, or is another: none of a later batch is planned yet.
+        // A run that was found makes more of them, or is another.
         if runs.len() != count || runs.iter().any(|run| run.via == Via::Anchor) {
             flock.planned(image, base, &runs);
         }

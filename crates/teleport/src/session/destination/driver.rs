@@ -98,6 +98,7 @@ pub fn drive(
                 reason = give_up.message,
                 "given up by the source"
             );
+            site.lose_at_once(image);
             if give_up.discard {
                 return prepared.distrust(site).map(|()| None);
             }
