@@ -83,8 +83,8 @@ pub(crate) struct Elsewhere {
     pub hints: Mutex<Hints>,
     /// The nodes that receive images.
     pub images: Mutex<HashMap<ImageId, String>>,
-    /// Since when images are received by no node that answers.
-    pub lost: Mutex<HashMap<ImageId, Instant>>,
+    /// Since when images are received by no node that answers, and when they were last asked for.
+    pub lost: Mutex<HashMap<ImageId, (Instant, Instant)>>,
     /// When the records of flocks were last read again for those.
     pub reread: Mutex<Option<Instant>>,
 }

@@ -24,6 +24,9 @@ use crate::transfers::is_key;
 /// with what has come. Longer than a term, and than what follows it.
 const MAX_LOST: Duration = Duration::from_secs(120);
 
+/// What has not been asked for in this time is lost anew.
+const LOST_AGAIN: Duration = Duration::from_secs(10);
+
 /// How often the records of flocks are read again while blocks wait for such an image.
 const REREAD_EVERY: Duration = Duration::from_secs(1);
 
@@ -176,20 +179,17 @@ impl Site {
         }
     }
 
-    /// How long an image has been received by no node; the first call begins to count.
+    /// How long an image has been received by no node; the first call in a while begins to count.
     fn lost_for(&self, image: ImageId) -> Duration {
         let mut lost = self.elsewhere.lost.lock();
+        lost.retain(|_, (_, last)| last.elapsed() < LOST_AGAIN);
         if lost.len() >= MAX_IMAGES && !lost.contains_key(&image) {
-            lost.clear();
+            return MAX_LOST;
         }
-        lost.entry(image).or_insert_with(Instant::now).elapsed()
-    }
-
-    /// The source does not send an image which this node receives after all: nobody here waits for it.
-    pub(crate) fn lose_at_once(&self, image: ImageId) {
-        if let Some(long_ago) = Instant::now().checked_sub(2 * MAX_LOST) {
-            self.elsewhere.lost.lock().insert(image, long_ago);
-        }
+        let now = Instant::now();
+        let (since, last) = lost.entry(image).or_insert((now, now));
+        *last = now;
+        now.duration_since(*since)
     }
 
     /// How an image stands that the node which was to receive it does not.
@@ -208,7 +208,7 @@ impl Site {
         match state {
             ImageState::Failed => Lost::Gone,
             // Also what was delivered: it may have been removed or replaced since.
-            _ if self.lost_for(image) > MAX_LOST => Lost::Gone,
+            _ if self.lost_for(image) >= MAX_LOST => Lost::Gone,
             ImageState::Delivered | ImageState::Unchanged => Lost::Delivered,
             _ => Lost::WillComeBack,
         }

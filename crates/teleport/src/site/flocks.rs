@@ -288,6 +288,19 @@ impl Site {
         })
     }
 
+    /// The source has given an image of a flock up, perhaps to offer it anew: the others need not wait for its blocks.
+    pub(crate) fn flock_image_given_up(&self, flock: &Flock, name: &ImageName) {
+        let changed = self.change_flock(flock, |record| {
+            let image = record.image(name);
+            if let Some(image) = image.filter(|image| image.state == ImageState::Waiting) {
+                image.state = ImageState::Failed;
+            }
+        });
+        if let Err(e) = changed {
+            tracing::debug!(image = %name, "that it was given up is not noted: {e}");
+        }
+    }
+
     /// An image of a flock is complete.
     pub(crate) fn flock_image_done(
         &self,

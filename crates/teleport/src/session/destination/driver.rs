@@ -98,7 +98,9 @@ pub fn drive(
                 reason = give_up.message,
                 "given up by the source"
             );
-            site.lose_at_once(image);
+            if let Some(flock) = prepared.flock.as_ref().filter(|flock| !flock.atomic) {
+                site.flock_image_given_up(flock, &prepared.transfer.opening.offer.name);
+            }
             if give_up.discard {
                 return prepared.distrust(site).map(|()| None);
             }
