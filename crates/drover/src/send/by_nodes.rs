@@ -11,11 +11,12 @@ use drover_agent::home::Home;
 use drover_agent::join;
 use drover_agent::text::{bytes, clean, count};
 use drover_core::ImageName;
-use drover_net::{DEFAULT_DOMAIN, random_id};
+use drover_net::{DEFAULT_DOMAIN, MAX_ATTEMPTS, random_id};
 use drover_store::nodes::{JOB_TERM, JobInfo, NodeInfo, NodeState, Nodes, UnitState};
 use drover_teleport::progress::{ImageReport, SendEvent, WireTotals};
+use drover_teleport::services::SiteNode;
 use drover_teleport::{
-    FlockOrder, FlockSent, SendLane, SendOptions, TeleportError, end_flock, open_flock,
+    FlockOrder, FlockSent, SendLane, SendOptions, TeleportError, end_flock, nodes_of, open_flock,
 };
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -92,6 +93,20 @@ pub async fn find(home: &Home, order: &FlockOrder) -> Result<Option<ByNodes>> {
     found.await?
 }
 
+/// The addresses that are known of a site, and then those of its nodes, the first of each before the others; no more than are tried.
+fn all_addresses(known: &[String], nodes: &[SiteNode]) -> Vec<String> {
+    let most = nodes.iter().map(|node| node.addresses.len()).max();
+    let turns = (0..most.unwrap_or(0))
+        .flat_map(|nth| nodes.iter().filter_map(move |node| node.addresses.get(nth)));
+    let mut all: Vec<String> = Vec::new();
+    for address in known.iter().chain(turns) {
+        if all.len() < MAX_ATTEMPTS && !all.contains(address) {
+            all.push(address.clone());
+        }
+    }
+    all
+}
+
 /// What became of the units of a job.
 #[derive(Default)]
 struct Ended {
@@ -120,13 +135,20 @@ impl ByNodes {
     ) -> Result<Sent, TeleportError> {
         let id = random_id();
         open_flock(&order, id, how.options, &wire).await?;
+        // The node that is known may die.
+        let nodes = nodes_of(how.options, &wire).await.unwrap_or_default();
+        let anywhere = SendOptions {
+            addresses: all_addresses(&how.options.addresses, &nodes),
+            route: Arc::default(),
+            ..how.options.clone()
+        };
         let job: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
         let terms = JobOrder {
             flock: order.name.clone(),
             id,
             peer: how.options.peer,
             peer_name: how.options.peer_name.clone(),
-            addresses: how.options.addresses.clone(),
+            addresses: anywhere.addresses.clone(),
             limit: how.limit,
             connections: how.options.connections,
             compress: how.options.compress,
@@ -147,7 +169,7 @@ impl ByNodes {
         let ended = ended?;
         let names: Vec<ImageName> = order.items.iter().map(|item| item.name.clone()).collect();
         let known = (&*names, &order);
-        let info = end_flock(known, id, &ended.lost, how.options, &wire, stop).await?;
+        let info = end_flock(known, id, &ended.lost, &anywhere, &wire, stop).await?;
         let sent = FlockSent {
             reports: ended.reports,
             info,
@@ -335,5 +357,25 @@ pub fn show(nodes: &BTreeMap<String, NodeSent>) {
             count(node.images, "image"),
             bytes(node.wire.0 + node.wire.1)
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_node_is_reached_by_an_address() {
+        let node = |name: &str, count: usize| SiteNode {
+            name: name.into(),
+            addresses: (0..count).map(|n| format!("{name}:{n}")).collect(),
+            transfers: 0,
+        };
+        let known = ["x:1", "outside:1"].map(String::from);
+        let nodes = [node("w", 0), node("x", 3), node("y", 40)];
+        let all = all_addresses(&known, &nodes);
+        assert_eq!(all[..5], ["x:1", "outside:1", "x:0", "y:0", "y:1"]);
+        assert_eq!(all.len(), MAX_ATTEMPTS);
+        assert_eq!(all_addresses(&known, &[]), known);
     }
 }
