@@ -15,6 +15,7 @@ mod migrate;
 mod model;
 mod mount;
 pub mod mover;
+mod nodes;
 mod pull;
 mod push;
 mod qmp;
@@ -33,6 +34,7 @@ pub const ALL: &[Experiment] = &[
     library::EXPERIMENT,
     similar::EXPERIMENT,
     flock::EXPERIMENT,
+    nodes::EXPERIMENT,
     resume::EXPERIMENT,
     throughput::EXPERIMENT,
     compress::EXPERIMENT,
@@ -41,6 +43,7 @@ pub const ALL: &[Experiment] = &[
     push::EXPERIMENT,
     boot::EXPERIMENT,
     launch::EXPERIMENT,
+    launch::io::EXPERIMENT,
     migrate::PAUSE,
     migrate::WHOLE,
     migrate::RETURN,
@@ -60,7 +63,7 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
     ("similar", "rivals; most links but 100 Mbit/s, 40 ms"),
     (
         "flock",
-        "same-os and diff-os; most rivals at 16 Mbit/s or where there is a similar image; several pairs of nodes; blocks of other sizes",
+        "same-os and diff-os; most rivals at 16 Mbit/s or where there is a similar image; blocks of other sizes",
     ),
     (
         "resume",
@@ -70,10 +73,7 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
         "mount",
         "the FUSE file and `--sync remote` at other round trips, rivals at 0 and 5 ms",
     ),
-    (
-        "launch",
-        "several machines of a flock; fio from a completed launch; KVM",
-    ),
+    ("launch", "several machines of a flock; KVM"),
     ("boot", "other links than 400 Mbit/s, 40 ms; KVM"),
     ("pause", "KVM; a guest with more than 96 MiB"),
     ("migrate", "other links than 100 Mbit/s, 40 ms; KVM"),

@@ -45,6 +45,9 @@ pub struct Options {
     /// Seed of the losses.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Its number among links to one far end: its addresses are 10.77.NUMBER.1 and .2.
+    #[arg(skip)]
+    pub number: u8,
 }
 
 impl Default for Options {
@@ -57,6 +60,7 @@ impl Default for Options {
             rate_mbit: 100.0,
             loss_percent: 0.0,
             seed: 1,
+            number: 0,
         }
     }
 }
@@ -72,6 +76,11 @@ impl Options {
             loss: self.loss_percent.clamp(0.0, 100.0) / 100.0,
             queue_bytes: ((rate as f64 * self.rtt_ms / 1000.0) as u64).max(64 << 10),
         }
+    }
+
+    /// The address of an end.
+    pub fn address(&self, side: Side) -> String {
+        format!("10.77.{}.{}", self.number, side.host())
     }
 
     /// Upper bound on the size of segments that the kernel passes unsplit (GSO): half a millisecond's worth, so that a
@@ -107,8 +116,20 @@ impl Link {
     /// # Errors
     /// [`Unavailable`] where links are not supported: no root, no namespaces, no TUN devices, or the name is in use.
     pub fn up(options: &Options) -> Result<Self> {
+        Self::between(options, None)
+    }
+
+    /// The same to the far end of this link, which has to be shut down after it. The near end reaches all addresses of the far one.
+    ///
+    /// # Errors
+    /// As [`Link::up`].
+    pub fn up_beside(&self, options: &Options) -> Result<Self> {
+        Self::between(options, Some(self.namespaces.name(Side::B)))
+    }
+
+    fn between(options: &Options, far: Option<String>) -> Result<Self> {
         namespaces::tun()?;
-        let namespaces = Namespaces::make(&options.name)?;
+        let namespaces = Namespaces::make(&options.name, far)?;
         let device = |side| anyhow::Ok(Arc::new(device(&namespaces, side, options)?));
         let devices = [device(Side::A)?, device(Side::B)?];
         let mut link = Self {
@@ -195,24 +216,30 @@ fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<Sync
     let device = device.context("cannot make a TUN device")?;
     device.set_nonblocking(true)?;
     let namespace = namespaces.name(side);
-    shell::run(
-        Command::new("ip").args(["link", "set", &name, "netns", &namespace, "name", "wan0"]),
-    )?;
-    let (piece, address) = (options.piece_bytes(), format!("{}/24", side.address()));
+    let wan = &*format!("wan{}", options.number);
+    shell::run(Command::new("ip").args(["link", "set", &name, "netns", &namespace, "name", wan]))?;
+    let own = options.address(side);
+    let (piece, address) = (options.piece_bytes(), format!("{own}/24"));
     let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
     let ip = |words: &str| namespaces.ip(side, &words.split(' ').collect::<Vec<_>>());
-    ip(&format!("link set wan0 txqueuelen {DEVICE_QUEUE}"))?;
+    ip(&format!("link set {wan} txqueuelen {DEVICE_QUEUE}"))?;
     ip(&format!(
-        "link set wan0 gso_max_size {bytes} gso_max_segs {packets}"
+        "link set {wan} gso_max_size {bytes} gso_max_segs {packets}"
     ))?;
-    ip(&format!("link set wan0 mtu {MTU} addrgenmode none"))?;
-    ip(&format!("addr add {address} dev wan0"))?;
-    ip("link set wan0 up")?;
+    ip(&format!("link set {wan} mtu {MTU} addrgenmode none"))?;
+    ip(&format!("addr add {address} dev {wan}"))?;
+    ip(&format!("link set {wan} up"))?;
     // Independent of the host's settings.
+    let net = format!("10.77.{}.0/24", options.number);
     ip(&format!(
-        "route replace 10.77.0.0/24 dev wan0 src {} congctl cubic",
-        side.address()
+        "route replace {net} dev {wan} src {own} congctl cubic"
     ))?;
+    if side == Side::A {
+        // The other addresses of the far end.
+        ip(&format!(
+            "route replace 10.77.0.0/16 dev {wan} src {own} congctl cubic"
+        ))?;
+    }
     Ok(device)
 }
 

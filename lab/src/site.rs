@@ -87,22 +87,26 @@ impl Site {
     /// # Errors
     /// As [`Site::start`].
     pub fn start_on(drover: &Path, home: &Path, place: Where<'_>, port: u16) -> Result<Self> {
+        let listen = format!("{}:{port}", place.far_address());
+        Self::start_by(place.far(drover), home, &listen)
+    }
+
+    /// The same by a command that runs drover where it is to run, at this address.
+    ///
+    /// # Errors
+    /// As [`Site::start`].
+    pub fn start_by(mut drover: Command, home: &Path, listen: &str) -> Result<Self> {
         fs::create_dir_all(home)?;
         let home = home.canonicalize()?;
         let said = home.with_extension("serve.log");
-        let mut child = place
-            .far(drover)
-            .args([
-                "serve",
-                "--listen",
-                &format!("{}:{port}", place.far_address()),
-            ])
+        let mut child = drover
+            .args(["serve", "--listen", listen])
             .env("DROVER_HOME", &home)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(File::create(&said)?)
             .spawn()
-            .with_context(|| format!("cannot start {}", drover.display()))?;
+            .with_context(|| format!("cannot start {}", drover.get_program().display()))?;
         let watch = Watch::start(child.id());
         let stdout = child.stdout.take().context("no stdout")?;
         let (send, lines) = mpsc::channel();

@@ -1,6 +1,8 @@
 //! Boots a virtual machine from an image that is still being sent (`vmflock` §3.5, figures 4 and 5 of its issue): from the
 //! command that sends it to the login prompt.
 
+pub mod io;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -92,6 +92,7 @@ impl Net {
                 rate_mbit: line.rate_mbit,
                 loss_percent: line.loss_percent,
                 seed,
+                ..Options::default()
             })
         };
         Ok(Self(line.map(up).transpose()?))

@@ -36,6 +36,14 @@ impl Side {
         }
     }
 
+    /// The last number of its address.
+    pub(super) fn host(self) -> u8 {
+        match self {
+            Self::A => 1,
+            Self::B => 2,
+        }
+    }
+
     pub(super) fn letter(self) -> char {
         match self {
             Self::A => 'a',
@@ -44,9 +52,12 @@ impl Side {
     }
 }
 
-/// Two namespaces `PREFIX-a` and `PREFIX-b`; removed when this is dropped or its process dies.
+/// Two namespaces `PREFIX-a` and `PREFIX-b`, or the first and one of another link; removed when this is dropped or its process dies, but
+/// for that.
 pub struct Namespaces {
     prefix: String,
+    /// Of another link, at the far end.
+    far: Option<String>,
     cleanup: Child,
 }
 
@@ -78,11 +89,11 @@ exit 0
 "#;
 
 impl Namespaces {
-    /// Creates the namespaces, after removing those of an earlier run.
+    /// Creates the namespaces, after removing those of an earlier run; only the near one if `far` names another.
     ///
     /// # Errors
     /// Without root or `ip`, or when another link of this name is up.
-    pub fn make(prefix: &str) -> Result<Self> {
+    pub fn make(prefix: &str, far: Option<String>) -> Result<Self> {
         rights()?;
         let valid = |c: char| c.is_ascii_alphanumeric() || c == '-';
         if prefix.is_empty() || prefix.len() > 32 || !prefix.chars().all(valid) {
@@ -108,9 +119,11 @@ impl Namespaces {
             .context("cannot start the cleanup process")?;
         let this = Self {
             prefix: prefix.to_owned(),
+            far,
             cleanup,
         };
-        for side in Side::BOTH {
+        let own = |side: &Side| *side == Side::A || this.far.is_none();
+        for side in Side::BOTH.into_iter().filter(own) {
             let name = this.name(side);
             if PathBuf::from("/run/netns").join(&name).exists() {
                 shell::run(Command::new("ip").args(["netns", "del", &name]))?;
@@ -126,7 +139,10 @@ impl Namespaces {
 
     /// The name of a side's namespace.
     pub fn name(&self, side: Side) -> String {
-        format!("{}-{}", self.prefix, side.letter())
+        match &self.far {
+            Some(far) if side == Side::B => far.clone(),
+            _ => format!("{}-{}", self.prefix, side.letter()),
+        }
     }
 
     /// A command that runs in a side's namespace.
