@@ -10,7 +10,7 @@ use drover_core::DeviceError;
 use super::order::Order;
 use super::shared::Shared;
 use super::state::ChunkState;
-use crate::remote::Chunks;
+use crate::remote::{Chunks, Link};
 
 mod plan;
 
@@ -180,16 +180,23 @@ impl Shared {
         }
     }
 
-    /// Schedules a run to be pulled again: at once if it was asked for out of order, as what an order lists first or a reader is
-    /// close to, else after the rest.
+    /// Schedules a run to be pulled again after the puller has passed it: what was lost with the link before all else, since it came
+    /// before all else in the order; what failed otherwise after the rest, since it may fail again.
     pub(super) fn pull_again(&self, chunks: Chunks) {
+        // What it says itself may not have been told yet.
+        let is_lost = !matches!(self.remote.link(), Link::Up(_));
         let mut pull = self.pull.state.lock();
-        if chunks.first >= pull.cursor {
-            // What does not fit comes with the rest.
+        if is_lost {
+            if let Some(last) = pull.lost.back_mut()
+                && last.end() == chunks.first
+            {
+                last.count += chunks.count;
+                return;
+            }
             if pull.lost.len() < MAX_RUNS {
                 pull.lost.push_back(chunks);
+                return;
             }
-            return;
         }
         match pull.again.len() < MAX_RUNS {
             true => pull.again.push_back(chunks),

@@ -39,7 +39,7 @@ pub(super) struct Pulling {
     pub(super) paused: bool,
     pub(super) background: bool,
     pub(super) ahead: VecDeque<Chunks>,
-    /// Asked for out of order and lost, as with a link.
+    /// Asked for, and lost with the link.
     pub(super) lost: VecDeque<Chunks>,
     pub(super) first: VecDeque<Chunks>,
     /// Position of the sequential pull.

@@ -266,6 +266,8 @@ fn what_a_list_has_first_comes_first_after_a_cut_too() {
     // It is lost.
     remote.cut("a test");
     *watched.delay.lock() = Duration::from_millis(2);
+    soon("it is known", || !device.shared.is_up());
+    std::thread::sleep(Duration::from_millis(50));
     watched.order.lock().clear();
     remote.mend();
     assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
