@@ -298,7 +298,7 @@ impl Attempt<'_> {
     }
 
     fn walk(&self, progress: &mut dyn FnMut(BackupProgress)) -> Result<Walked> {
-        let index = VaultIndex::load(self.vault, &self.id.machine)?;
+        let index = VaultIndex::load(self.vault, &self.id.machine, self.id.session)?;
         let unchanged = match self.use_parent {
             true => Unchanged::of(self.source, self.vault)?,
             false => Unchanged::default(),

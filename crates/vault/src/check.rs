@@ -1,13 +1,13 @@
 //! Verifying a vault: what is there, and whether it is what it should be.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use crate::container::ContainerId;
 use crate::copy::Copying;
 use crate::error::{Result, VaultError};
 use crate::ids::Ids;
-use crate::index::Places;
 use crate::names::{Machine, SnapshotId, container_key};
+use crate::places::{ByContainer, Places};
 use crate::problem::Problem;
 use crate::uses::Uses;
 use crate::vault::Vault;
@@ -77,7 +77,7 @@ impl Vault {
         let mut ids: Vec<SnapshotId> = entries.into_iter().map(|e| e.id).collect();
         let all = damaged.into_iter().map(|id| (id, true));
         let all: Vec<_> = ids.drain(..).map(|id| (id, false)).chain(all).collect();
-        let mut used: BTreeMap<ContainerId, Used> = BTreeMap::new();
+        let mut used: ByContainer<Used> = ByContainer::default();
         for (id, is_damaged) in all {
             let checked = match is_damaged {
                 true => Err(self.damaged(&id.record(), &"the snapshot cannot be restored")),
@@ -93,7 +93,7 @@ impl Vault {
             let number = ids.len();
             ids.push(id);
             for (container, (machine, bits)) in uses.containers {
-                let entry = used.entry(container).or_insert_with(|| Used {
+                let entry = used.of(&machine, container, || Used {
                     machine: (*machine).clone(),
                     by: Vec::new(),
                 });
@@ -102,21 +102,24 @@ impl Vault {
         }
         report.snapshots = ids.len() as u64;
         let mut places = self.containers(None)?;
-        let sizes: HashMap<_, _> = places.iter().map(|(id, place)| (*id, place.2)).collect();
-        let size = |id: &ContainerId| sizes.get(id).copied().unwrap_or(0);
-        let total = used.keys().map(size).sum();
+        let mut sizes = ByContainer::default();
+        for (machine, id, place) in places.iter() {
+            sizes.insert(machine, id, place.1);
+        }
+        let size = |machine: &Machine, id| sizes.get(machine, id).copied().unwrap_or(0);
+        let total = used.iter().map(|(machine, id, _)| size(machine, id)).sum();
         let mut done = 0;
-        for (id, used) in &used {
+        for (machine, id, used) in used.iter() {
             let whole = match how {
                 Checking::Full => true,
                 Checking::Sample(one_in) => fastrand::u32(..one_in.max(1)) == 0,
             };
             report.containers += 1;
-            let found = self.check_container(*id, used, &places, whole, &ids, &mut report)?;
+            let found = self.check_container(id, used, &places, whole, &ids, &mut report)?;
             if let Some(found) = found {
-                self.mend_container(*id, used, copy, &mut places, &ids, found, &mut report)?;
+                self.mend_container(id, used, copy, &mut places, &ids, found, &mut report)?;
             }
-            done += size(id);
+            done += size(machine, id);
             progress(done, total);
         }
         if how == Checking::Full {
@@ -164,11 +167,12 @@ impl Vault {
         found: Problem,
         report: &mut CheckReport,
     ) -> Result<()> {
-        let here = places.get(&id).map(|place| place.1);
+        let here = places.get(&used.machine, id).map(|place| place.0);
         let brought = match copy {
             None => None,
             Some(copy) => {
-                let there = copy.containers(Some(&used.machine))?.get(&id).map(|p| p.1);
+                let there = copy.containers(Some(&used.machine))?;
+                let there = there.get(&used.machine, id).map(|p| p.0);
                 self.bring(copy, &used.machine, id, (here, there), None)?
             }
         };
@@ -176,7 +180,7 @@ impl Vault {
             report.problems.push(found);
             return Ok(());
         };
-        places.insert(id, (used.machine.clone(), generation, len));
+        places.insert(&used.machine, id, (generation, len));
         let left = self.check_container(id, used, places, true, ids, report)?;
         report.repaired.push(found);
         report.problems.extend(left);
@@ -201,7 +205,7 @@ impl Vault {
             key: format!("containers/{}/{id}", used.machine.component()),
             vault: self.place(),
         };
-        let Some((_, generation, _)) = places.get(&id) else {
+        let Some((generation, _)) = places.get(&used.machine, id) else {
             return Ok(Some(all(missing())));
         };
         let key = container_key(&used.machine, id, *generation);
@@ -210,8 +214,8 @@ impl Vault {
             // It was listed: compacted, or removed, since.
             Ok(None) => {
                 let now = self.containers(Some(&used.machine))?;
-                return match now.get(&id) {
-                    Some(place) if place.1 != *generation => {
+                return match now.get(&used.machine, id) {
+                    Some(place) if place.0 != *generation => {
                         self.check_container(id, used, &now, whole, ids, report)
                     }
                     _ => Ok(Some(all(missing()))),

@@ -3,7 +3,7 @@
 //! The order of operations is what makes it safe, see `docs/format/vault.md`: a collector marks a container, *then*
 //! reads what snapshots use; a backup writes what it uses, *then* reads marks. One of the two sees the other.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::{Duration, Instant};
 
 use drover_core::BLOCK_SIZE_U64;
@@ -15,6 +15,7 @@ use crate::index::KNOWN_BYTES;
 use crate::names::{
     Machine, SnapshotId, container_key, dropped_key, mark_key, parse_container_key,
 };
+use crate::places::ByContainer;
 use crate::record::{HookRecord, Share, SnapshotRecord};
 use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
@@ -90,7 +91,7 @@ pub struct Stats {
 }
 
 /// What is used of each container.
-type InUse = HashMap<ContainerId, Ids>;
+type InUse = ByContainer<Ids>;
 
 impl Vault {
     /// What snapshots use; `Missing` or damage of one is an error: nothing may be freed then.
@@ -133,8 +134,8 @@ impl Vault {
                 self.check_gone(id)?;
                 continue;
             };
-            for (container, (_, used)) in uses.containers {
-                in_use.entry(container).or_default().union(&used);
+            for (container, (machine, used)) in uses.containers {
+                in_use.of(&machine, container, Ids::default).union(&used);
             }
         }
         Ok(())
@@ -169,7 +170,7 @@ impl Vault {
             let machines: HashSet<&Machine> = ids.iter().map(|id| &id.machine).collect();
             others.retain(|id| machines.contains(&id.machine));
         }
-        let (mut gone, mut kept) = (InUse::new(), InUse::new());
+        let (mut gone, mut kept) = (InUse::default(), InUse::default());
         self.add_uses(&ids.iter().cloned().collect(), &mut gone)?;
         self.add_uses(&others, &mut kept)?;
         let places = self.containers(None)?;
@@ -177,10 +178,10 @@ impl Vault {
             snapshots: ids.len() as u64,
             ..Forgotten::default()
         };
-        for (id, used) in &gone {
-            let others = kept.get(id).map(Ids::bits).unwrap_or_default();
+        for (machine, id, used) in gone.iter() {
+            let others = kept.get(machine, id).map(Ids::bits).unwrap_or_default();
             freed.garbage_bytes += u64::from(used.bits().without(&others).count()) * BLOCK_SIZE_U64;
-            if let Some((_, _, size)) = places.get(id).filter(|_| others.count() == 0) {
+            if let Some((_, size)) = places.get(machine, id).filter(|_| others.count() == 0) {
                 freed.dead_containers += 1;
                 freed.dead_bytes += size;
             }
@@ -254,26 +255,25 @@ impl Vault {
         let places = self.containers(None)?;
         let claims = self.claims(silent)?;
         let mut seen = self.users()?;
-        let mut in_use = InUse::new();
+        let mut in_use = InUse::default();
         self.add_uses(&seen, &mut in_use)?;
         let stale = self.stale_marks(|modified| older(modified, MAX_STALE_MARK))?;
 
         let young = self.young_popular(|modified| older(modified, MAX_UNPOPULAR))?;
-        let mut candidates: Vec<ContainerId> = Vec::new();
-        for (&id, (machine, generation, _)) in &places {
-            let used = in_use.get(&id).map_or(0, Ids::count);
-            if claims.contains(&id.session()) || young.contains(&id) {
+        let mut candidates: Vec<(&Machine, ContainerId)> = Vec::new();
+        for (machine, id, (generation, _)) in places.iter() {
+            let used = in_use.get(machine, id).map_or(0, Ids::count);
+            if claims.contains(&id.session()) || machine.is_popular() && young.contains(&id) {
                 continue;
             }
             if used == 0 || self.half_dead(machine, id, *generation, used)? {
-                candidates.push(id);
+                candidates.push((machine, id));
             }
         }
-        candidates.sort_unstable();
         let collector = SessionId::random();
         for batch in candidates.chunks(MAX_MARKED) {
             let marked = Instant::now();
-            for &id in batch {
+            for &(_, id) in batch {
                 self.put_own(&mark_key(id, collector), b"mark".to_vec())?;
             }
             // A backup whose uses are not in this list reads marks after it, and finds these.
@@ -281,12 +281,14 @@ impl Vault {
             let new: BTreeSet<_> = listed.difference(&seen).cloned().collect();
             self.add_uses(&new, &mut in_use)?;
             seen.extend(new);
-            for &id in batch {
+            for &(machine, id) in batch {
                 if marked.elapsed() >= MAX_MARK_AGE {
                     break;
                 }
-                let (machine, generation, size) = &places[&id];
-                let used = in_use.get(&id).map(Ids::bits).unwrap_or_default();
+                let Some((generation, size)) = places.get(machine, id) else {
+                    continue;
+                };
+                let used = in_use.get(machine, id).map(Ids::bits).unwrap_or_default();
                 let freed = match used.count() {
                     0 => {
                         self.remove_container(machine, id)?;
@@ -304,7 +306,7 @@ impl Vault {
                 done.freed_bytes += freed;
                 pause(*size);
             }
-            for &id in batch {
+            for &(_, id) in batch {
                 self.objects.remove(&mark_key(id, collector))?;
             }
         }
@@ -449,8 +451,10 @@ impl Vault {
     fn drop_superseded(&self) -> Result<()> {
         let newest = self.containers(None)?;
         for object in self.objects.list("containers")? {
-            if let Some((_, id, generation)) = parse_container_key(&object.key)
-                && newest.get(&id).is_some_and(|place| generation < place.1)
+            if let Some((machine, id, generation)) = parse_container_key(&object.key)
+                && newest
+                    .get(&machine, id)
+                    .is_some_and(|place| generation < place.0)
             {
                 self.objects.remove(&object.key)?;
             }
@@ -525,7 +529,7 @@ impl Vault {
     /// Removes the hooks of sessions that have no container left.
     fn drop_hooks(&self) -> Result<()> {
         let places = self.containers(None)?;
-        let live: HashSet<SessionId> = places.keys().map(|id| id.session()).collect();
+        let live: HashSet<SessionId> = places.iter().map(|(_, id, _)| id.session()).collect();
         let claims = self.claims(|_| false)?;
         for object in self.objects.list("hooks")? {
             let session = object.key.split('/').nth(1).and_then(SessionId::parse);
@@ -549,7 +553,7 @@ impl Vault {
             data_bytes: entries.iter().map(|e| e.record.data_bytes).sum(),
             ..Stats::default()
         };
-        let mut in_use = InUse::new();
+        let mut in_use = InUse::default();
         self.add_uses(&entries.iter().map(|e| e.id.clone()).collect(), &mut in_use)?;
         for kind in [
             "snapshots",
@@ -565,12 +569,12 @@ impl Vault {
             let listed = self.objects.list(kind)?;
             stats.metadata_bytes += listed.iter().map(|o| o.size).sum::<u64>();
         }
-        for (id, (machine, generation, size)) in self.containers(None)? {
+        for (machine, id, &(generation, size)) in self.containers(None)?.iter() {
             stats.containers += 1;
             stats.container_bytes += size;
-            let used = in_use.get(&id).map_or(0, Ids::count);
+            let used = in_use.get(machine, id).map_or(0, Ids::count);
             stats.used_bytes += u64::from(used) * BLOCK_SIZE_U64;
-            if let Ok(Some(head)) = self.head(&machine, id, generation) {
+            if let Ok(Some(head)) = self.head(machine, id, generation) {
                 let blocks = head.digests.len() as u64;
                 match machine.is_popular() {
                     true => stats.popular_bytes += blocks * BLOCK_SIZE_U64,

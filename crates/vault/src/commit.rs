@@ -91,11 +91,11 @@ impl Vault {
             if marked.contains(id) {
                 return Ok(false);
             }
-            match places.get(id) {
+            match places.get(machine, *id) {
                 None => return Ok(false),
-                Some((_, generation, _)) if generations.get(id) == Some(generation) => {}
+                Some((generation, _)) if generations.get(id) == Some(generation) => {}
                 // Compacted since its list was read.
-                Some((_, generation, _)) => match self.head(machine, *id, *generation)? {
+                Some((generation, _)) => match self.head(machine, *id, *generation)? {
                     Some(head) if used.are_in(&head.present) => {}
                     _ => return Ok(false),
                 },

@@ -13,9 +13,9 @@ use std::time::Instant;
 use crate::commit::{Ended, MAX_ATTEMPTS};
 use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
-use crate::index::Places;
 use crate::names::{Machine, SnapshotId, claim_key, container_key, dropped_key, hooks_key};
 use crate::objects::{Objects, put_own};
+use crate::places::Places;
 use crate::problem::Problem;
 use crate::record::Made;
 use crate::sealer::CLAIM_EVERY;
@@ -258,8 +258,8 @@ impl Vault {
             }
             let newest = self
                 .containers(Some(machine))?
-                .get(&id)
-                .map(|place| place.1);
+                .get(machine, id)
+                .map(|place| place.0);
             // Compacted meanwhile, else damaged.
             if newest == known {
                 return Ok(None);
@@ -484,7 +484,7 @@ impl<'a> Copying<'a> {
         claims: &mut Claims<'_>,
     ) -> Result<u32> {
         for _ in 0..MAX_TRIES {
-            let here = self.here.get(&id).map(|place| place.1);
+            let here = self.here.get(machine, id).map(|place| place.0);
             if let Some(generation) = here {
                 // Generation 0 has every block that there ever was.
                 let has = generation == 0
@@ -498,12 +498,12 @@ impl<'a> Copying<'a> {
                 }
             }
             claims.add(id.session())?;
-            let there = self.there.get(&id).map(|place| place.1);
+            let there = self.there.get(machine, id).map(|place| place.0);
             let brought = self
                 .to
                 .bring(self.from, machine, id, (here, there), Some(used))?;
             if let Some((generation, len)) = brought {
-                self.here.insert(id, (machine.clone(), generation, len));
+                self.here.insert(machine, id, (generation, len));
                 self.now.containers += 1;
                 self.now.moved_bytes += len;
                 self.tell();
@@ -511,9 +511,9 @@ impl<'a> Copying<'a> {
             }
             // Somebody else has written it.
             let listed = self.to.containers(Some(machine))?;
-            match listed.get(&id) {
-                Some(place) => drop(self.here.insert(id, place.clone())),
-                None => drop(self.here.remove(&id)),
+            match listed.get(machine, id) {
+                Some(place) => self.here.insert(machine, id, *place),
+                None => self.here.remove(machine, id),
             }
         }
         Err(VaultError::Overtaken(MAX_TRIES as u32))
@@ -521,7 +521,8 @@ impl<'a> Copying<'a> {
 
     /// Copies the hooks of what is there now: without them, a backup reads the heads of all containers.
     fn hooks(&self) -> Result<()> {
-        let sessions: BTreeSet<SessionId> = self.here.keys().map(|id| id.session()).collect();
+        let sessions: BTreeSet<SessionId> =
+            self.here.iter().map(|(_, id, _)| id.session()).collect();
         let listed = self.to.objects.list("hooks")?;
         let known: HashSet<String> = listed.into_iter().map(|object| object.key).collect();
         for key in sessions.into_iter().map(hooks_key) {

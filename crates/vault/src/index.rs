@@ -9,6 +9,7 @@ use crate::container::{ContainerId, Head, MAX_HEAD, SessionId};
 use crate::error::Result;
 use crate::hooks::Ordinal;
 use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
+use crate::places::Places;
 use crate::record::HookRecord;
 use crate::sparse::{Found, List, MAX_CHAMPIONS, SparseIndex, hook_entry, hooks_of};
 use crate::vault::Vault;
@@ -33,9 +34,6 @@ pub(crate) struct VaultIndex {
     left: usize,
 }
 
-/// The newest generation of each container, with its length.
-pub(crate) type Places = HashMap<ContainerId, (Machine, u32, u64)>;
-
 impl Vault {
     /// The containers of a machine, or of all.
     pub(crate) fn containers(&self, machine: Option<&Machine>) -> Result<Places> {
@@ -43,16 +41,14 @@ impl Vault {
             Some(machine) => format!("containers/{}", machine.component()),
             None => "containers".to_owned(),
         };
-        let mut places = Places::new();
+        let mut places = Places::default();
         for object in self.objects.list(&prefix)? {
             let Some((machine, id, generation)) = parse_container_key(&object.key) else {
                 continue;
             };
-            let place = places
-                .entry(id)
-                .or_insert_with(|| (machine.clone(), generation, object.size));
-            if place.1 < generation {
-                *place = (machine, generation, object.size);
+            let place = places.of(&machine, id, || (generation, object.size));
+            if place.0 < generation {
+                *place = (generation, object.size);
             }
         }
         Ok(places)
@@ -88,8 +84,9 @@ impl Vault {
 
 impl VaultIndex {
     /// Loads the index: from the hooks that sessions left, and from the heads of containers that those do not cover.
-    /// Of the containers only those in which the blocks of `machine` are looked for.
-    pub(crate) fn load(vault: &Vault, machine: &Machine) -> Result<VaultIndex> {
+    /// Of the containers only those in which the blocks of `machine` are looked for, by `session`. A snapshot refers to a
+    /// number only once: of machines that have the same one, as a peer may choose it, none but `machine` is used.
+    pub(crate) fn load(vault: &Vault, machine: &Machine, session: SessionId) -> Result<VaultIndex> {
         // First the marks: a container that is marked later is found out at the commit.
         let marked = vault.marked()?;
         let mut index = VaultIndex {
@@ -100,20 +97,22 @@ impl VaultIndex {
         };
         let mut by_id = HashMap::new();
         let scope = vault.record().share.scope(machine);
-        let mut places: Vec<_> = match &scope {
-            None => vault.containers(None)?.into_iter().collect(),
+        let listed = match &scope {
+            None => vec![vault.containers(None)?],
             Some(machines) => {
-                let mut of = Vec::new();
-                for machine in machines {
-                    of.extend(vault.containers(Some(machine))?);
-                }
-                of
+                let of = machines.iter().map(|of| vault.containers(Some(of)));
+                of.collect::<Result<_>>()?
             }
         };
-        places.sort_unstable_by_key(|(id, _)| *id);
-        for (id, (machine, generation, _)) in places {
-            let ordinal = index.add(id, &machine, generation, marked.contains(&id));
-            by_id.insert(id, (ordinal, false));
+        let mut places: Vec<_> = listed.iter().flat_map(Places::iter).collect();
+        places.retain(|(_, id, _)| id.session() != session);
+        places.sort_unstable_by_key(|(of, id, _)| (*id, *of != machine));
+        for same in places.chunk_by(|a, b| a.1 == b.1) {
+            let (of, id, (generation, _)) = same[0];
+            if same.len() == 1 || of == machine {
+                let ordinal = index.add(id, of, *generation, marked.contains(&id));
+                by_id.insert(id, (ordinal, false));
+            }
         }
         let mut hooks = Vec::new();
         let sessions: HashSet<SessionId> =

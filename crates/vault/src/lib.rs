@@ -51,6 +51,7 @@ mod lru;
 mod names;
 mod objects;
 pub mod peer;
+mod places;
 mod popular;
 mod problem;
 mod reader;

@@ -136,7 +136,7 @@ impl Vault {
         let places = self.containers(None)?;
         let mut sorted: Vec<_> = places
             .iter()
-            .map(|(id, (machine, generation, size))| (machine, *id, *generation, *size))
+            .map(|(machine, id, (generation, size))| (machine, id, *generation, *size))
             .collect();
         sorted.sort_unstable();
         let mut done = Popularized::default();

@@ -1,5 +1,7 @@
 //! A vault at a peer: over connections that are cut at any frame, and against peers that do not behave.
 
+mod hostile;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;

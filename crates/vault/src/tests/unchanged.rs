@@ -169,7 +169,7 @@ fn a_parent_whose_containers_are_marked_or_lost_is_not_used() {
         match is_lost {
             true => setting.objects.lose(container),
             false => {
-                let id = *vault.containers(None).unwrap().keys().next().unwrap();
+                let id = vault.containers(None).unwrap().iter().next().unwrap().1;
                 let mark = crate::names::mark_key(id, SessionId::random());
                 let mark = setting.objects.create(&mark, Bytes::from_static(b"mark"));
                 assert!(mark.unwrap());
