@@ -25,6 +25,7 @@ mod resume;
 mod shows;
 mod similar;
 mod throughput;
+mod tracking;
 mod vault;
 
 use crate::bench::Experiment;
@@ -50,6 +51,7 @@ pub const ALL: &[Experiment] = &[
     regions::EXPERIMENT,
     frontends::EXPERIMENT,
     region::EXPERIMENT,
+    tracking::EXPERIMENT,
     vault::EXPERIMENT,
     link::EXPERIMENT,
 ];
@@ -76,7 +78,12 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
     ("launch", "several machines of a flock; KVM"),
     ("boot", "other links than 400 Mbit/s, 40 ms; KVM"),
     ("pause", "KVM; a guest with more than 96 MiB"),
-    ("migrate", "other links than 100 Mbit/s, 40 ms; KVM"),
+    (
+        "migrate",
+        "other links than 100 Mbit/s, 40 ms; mirrors in write-blocking mode; KVM",
+    ),
+    ("return", "other links than 100 Mbit/s, 40 ms; KVM"),
+    ("tracking", "anything: the experiment is new"),
     (
         "regions",
         "less than 1 GiB, links other than 100 Mbit/s, 100 MB/s written; a machine that does nothing else; memory that compresses",

@@ -183,7 +183,7 @@ fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
     Ok(ran.iter().map(row).chain(bad).collect())
 }
 
-/// Path of an example program of the front ends, built next to the drover under test.
+/// Path of an example program of the crates that are measured without drover, built next to the drover under test.
 ///
 /// # Errors
 /// When it is not built; says how to build it.
@@ -191,7 +191,7 @@ pub fn example(lab: &Lab, name: &str) -> Result<PathBuf> {
     let file = lab.binary()?.with_file_name("examples").join(name);
     if !file.is_file() {
         bail!(
-            "no {}: cargo build --release -p drover-frontend --examples",
+            "no {}: cargo build --release -p drover-frontend -p drover-migrate --examples",
             file.display()
         );
     }

@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 
 use self::machine::{Disk, NAMES, QEMU, Start};
 pub use self::returns::RETURN;
+use self::rival::CopyMode;
 use self::watched::{Bench, MB, Moved};
 use super::lines::{Line, REFERENCE, line};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
@@ -71,7 +72,7 @@ pub const WHOLE: Experiment = Experiment {
         "Here it has a second disk, with the library's bookworm with nginx and php, which is compared with its original afterwards; the records are on the first, of 32 MiB. \
 Drover moves it to an *empty* site; to one that has been sent bookworm-plain (*similar*); and, ten seconds of writing after the first, *back*, where `drover index` has been told of the files \
 that were left. `blockdev-mirror` is what libvirt, Proxmox and LXD drive: NBD exports of the destination, mirrors, then memory, over plain TCP, \
-without the round trips of their controllers. *Seconds* are from the command until it has ended; *MB* are IP bytes both ways, *memory* is QEMU's stream before drover compresses it; \
+without the round trips of their controllers; *write-blocking* is its mode in which each write of the guest waits for the destination, too. *Seconds* are from the command until it has ended; *MB* are IP bytes both ways, *memory* is QEMU's stream before drover compresses it; \
 *records a second* before, and from the command until the pause; *held* is the time for which drover stops a machine with several disks, so that their images are of one moment, \
 and the *longest gap* between two records is in the same time as *during*."
     ),
@@ -116,12 +117,54 @@ impl By {
     }
 }
 
-const LINES: [Line; 4] = [
+/// How a machine moves as a whole.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whole {
+    /// By drover to an empty site, and back.
+    Drover,
+    /// By drover to a site that has a similar image.
+    Similar,
+    /// By mirrors that copy in the background.
+    Mirror,
+    /// By mirrors for which the guest's writes wait, too.
+    WriteBlocking,
+}
+
+impl Whole {
+    const ALL: [Self; 4] = [
+        Self::Drover,
+        Self::Similar,
+        Self::Mirror,
+        Self::WriteBlocking,
+    ];
+
+    fn slug(self) -> &'static str {
+        match self {
+            Self::Drover => "drover",
+            Self::Similar => "drover-similar",
+            Self::Mirror => "qemu",
+            Self::WriteBlocking => "qemu-write-blocking",
+        }
+    }
+
+    fn by(self) -> By {
+        match self {
+            Self::Drover | Self::Similar => By::Drover,
+            Self::Mirror | Self::WriteBlocking => By::Qemu,
+        }
+    }
+}
+
+const LINES: [Line; 6] = [
     line(1000.0, 0.0, 0.0),
     line(1000.0, 10.0, 0.0),
     line(1000.0, 40.0, 0.0),
-    line(100.0, 40.0, 0.0),
+    REFERENCE,
+    line(100.0, 0.0, 0.0),
+    line(100.0, 10.0, 0.0),
 ];
+/// Of those, the first are measured in every run.
+const FIRST_LINES: usize = 4;
 
 /// What a case of the pause measures: the line, MiB of memory that change with each record, who moves.
 fn pauses() -> Vec<(Line, u32, By)> {
@@ -147,9 +190,10 @@ fn pause_cases(_: &Lab) -> Result<Vec<Case>> {
         let (line, dirty, by) = setting;
         let (guest, by_whom) = (guest_name(dirty), by.slug());
         let what = format!("a guest, {guest}, over {}, by {by_whom}", line.describe());
+        let rank = u8::from(!LINES[..FIRST_LINES].contains(&line));
         Case {
             rival: by.rival(),
-            ..Case::new(pause_id(setting), what, 0, &[Need::Link])
+            ..Case::new(pause_id(setting), what, rank, &[Need::Link])
         }
     };
     Ok(pauses().into_iter().map(case).collect())
@@ -192,45 +236,62 @@ fn run_pause(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     Ok(vec![row_of(row, measured.collect())])
 }
 
+/// What the cases of a whole migration measure, the reference line first.
+fn wholes() -> impl Iterator<Item = (Line, Whole)> {
+    let others = LINES.into_iter().filter(|line| *line != REFERENCE);
+    let lines = std::iter::once(REFERENCE).chain(others);
+    lines.flat_map(|line| Whole::ALL.map(|whole| (line, whole)))
+}
+
+fn whole_id((line, whole): (Line, Whole)) -> String {
+    format!("{}-{}", line.slug(), whole.slug())
+}
+
 fn whole_cases(lab: &Lab) -> Result<Vec<Case>> {
-    let case = |(id, by): (&str, By)| {
+    let case = |setting: (Line, Whole)| {
+        let (line, whole) = setting;
         let what = format!(
-            "a guest with a Debian disk over {}: {id}",
-            REFERENCE.describe()
+            "a guest with a Debian disk over {}: {}",
+            line.describe(),
+            whole.slug()
         );
-        let id = format!("{}-{id}", REFERENCE.slug());
+        let rank = u8::from(line != REFERENCE);
         Case {
-            rival: by.rival(),
-            ..Case::new(id, what, 0, &[Need::Link, Need::Library])
+            rival: whole.by().rival(),
+            ..Case::new(whole_id(setting), what, rank, &[Need::Link, Need::Library])
         }
     };
-    let all = [
-        ("drover", By::Drover),
-        ("drover-similar", By::Drover),
-        ("qemu", By::Qemu),
-    ];
     // The small set has no Debian image.
-    Ok(lab.either(all.map(case).into(), Vec::new()))
+    Ok(lab.either(wholes().map(case).collect(), Vec::new()))
 }
 
 fn run_whole(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
+    let setting = wholes().find(|setting| whole_id(*setting) == case.id);
+    let (line, whole) = setting.context("no such case")?;
     let row = |by: &str, to: &str| {
         let labels = [
-            ("link", REFERENCE.describe()),
+            ("link", line.describe()),
             ("by", by.to_owned()),
             ("what", to.to_owned()),
         ];
         Row::new(labels)
     };
-    let similar = case.id.ends_with("similar");
     let repeats = 0..lab.repeat.max(1);
-    if case.rival.is_some() {
-        let moved = repeats.map(|_| mirrored(lab)).collect();
-        return Ok(vec![row_of(row("blockdev-mirror", "empty"), moved)]);
-    }
+    let (name, mode) = match whole {
+        Whole::Drover | Whole::Similar => {
+            return Ok(by_drover(lab, line, whole == Whole::Similar, row));
+        }
+        Whole::Mirror => ("blockdev-mirror", CopyMode::Background),
+        Whole::WriteBlocking => ("blockdev-mirror, write-blocking", CopyMode::WriteBlocking),
+    };
+    let moved = repeats.map(|_| mirrored(lab, line, mode)).collect();
+    Ok(vec![row_of(row(name, "empty"), moved)])
+}
+
+fn by_drover(lab: &Lab, line: Line, similar: bool, row: impl Fn(&str, &str) -> Row) -> Vec<Row> {
     let (mut first, mut back) = (Vec::new(), Vec::new());
-    for _ in repeats {
-        match there_and_back(lab, similar) {
+    for _ in 0..lab.repeat.max(1) {
+        match there_and_back(lab, line, similar) {
             Ok((there, here)) => {
                 first.push(Ok(there));
                 back.extend(here.map(Ok));
@@ -238,19 +299,17 @@ fn run_whole(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
             Err(error) => first.push(Err(error)),
         }
     }
-    let mut rows = vec![row_of(
-        row("drover", if similar { "similar" } else { "empty" }),
-        first,
-    )];
+    let to = if similar { "similar" } else { "empty" };
+    let mut rows = vec![row_of(row("drover", to), first)];
     if !similar {
         rows.push(row_of(row("drover", "back"), back));
     }
-    Ok(rows)
+    rows
 }
 
 /// A migration to a far site, and, if nothing is there before, back.
-fn there_and_back(lab: &Lab, similar: bool) -> Result<(Moved, Option<Moved>)> {
-    let bench = Bench::new(lab, REFERENCE, 4)?;
+fn there_and_back(lab: &Lab, line: Line, similar: bool) -> Result<(Moved, Option<Moved>)> {
+    let bench = Bench::new(lab, line, 4)?;
     let original = lab.image(IMAGE)?;
     let files = [bench.empty_disk(DISK)?, bench.copy(&original)?];
     let sizes = [DISK, original.metadata()?.len()];
@@ -280,8 +339,8 @@ fn there_and_back(lab: &Lab, similar: bool) -> Result<(Moved, Option<Moved>)> {
     Ok((first, Some(second)))
 }
 
-fn mirrored(lab: &Lab) -> Result<Moved> {
-    let bench = Bench::new(lab, REFERENCE, 4)?;
+fn mirrored(lab: &Lab, line: Line, mode: CopyMode) -> Result<Moved> {
+    let bench = Bench::new(lab, line, 4)?;
     let original = lab.image(IMAGE)?;
     let files = [bench.empty_disk(DISK)?, bench.copy(&original)?];
     let size = original.metadata()?.len();
@@ -292,7 +351,7 @@ fn mirrored(lab: &Lab) -> Result<Moved> {
     let mut here = bench.machine(0, &files.map(Disk::File), Start::Boot)?;
     let mut there = bench.machine(1, &copies.clone().map(Disk::File), Start::Wait)?;
     let moved = bench.watched(&mut here, &mut there, |here, there| {
-        rival::with_mirrors(here, there, 2).map(|()| None)
+        rival::with_mirrors(here, there, 2, mode).map(|()| None)
     })?;
     drop((here, there));
     must_be_same(&original, &copies[1])?;

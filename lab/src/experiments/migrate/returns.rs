@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 
-use super::IMAGE;
 use super::machine::{Disk, Start};
 use super::sites::Sites;
 use super::watched::{Bench, MB, Moved};
+use super::{IMAGE, LINES};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
 use crate::experiments::lines::{Line, REFERENCE, line};
 use crate::limit::Known;
@@ -50,25 +50,34 @@ and *x limit* its ratio. *Not read* is what generations told: with *digests*, th
     run,
 };
 
-/// What a case measures: the line, and whether generations are known.
+/// What a case measures: the line, and whether generations are known. The first are measured in every run.
 fn all() -> Vec<(Line, &'static str)> {
-    let lines = [REFERENCE, line(1000.0, 0.0, 0.0)].into_iter();
-    lines
-        .flat_map(|line| ["generations", "digests"].map(|by| (line, by)))
+    let first = [REFERENCE, line(1000.0, 0.0, 0.0)];
+    let by_both = first
+        .into_iter()
+        .flat_map(|line| ["generations", "digests"].map(|by| (line, by)));
+    let others = LINES.into_iter().filter(|line| !first.contains(line));
+    by_both
+        .chain(others.map(|line| (line, "generations")))
         .collect()
 }
+
+/// How many of them are measured in every run.
+const FIRST: usize = 4;
 
 fn id((line, by): (Line, &str)) -> String {
     format!("{}-{by}", line.slug())
 }
 
 fn cases(lab: &Lab) -> Result<Vec<Case>> {
-    let case = |setting: (Line, &str)| {
+    let case = |(number, setting): (usize, (Line, &str))| {
         let what = format!("by {} over {}", setting.1, setting.0.describe());
-        Case::new(id(setting), what, 0, &[Need::Link, Need::Library])
+        let rank = u8::from(number >= FIRST);
+        Case::new(id(setting), what, rank, &[Need::Link, Need::Library])
     };
     // The small set has no Debian image.
-    Ok(lab.either(all().into_iter().map(case).collect(), Vec::new()))
+    let cases = all().into_iter().enumerate().map(case);
+    Ok(lab.either(cases.collect(), Vec::new()))
 }
 
 /// A move, and what it had to carry.

@@ -14,6 +14,25 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// Ports of the destination.
 const PORTS: [&str; 2] = ["7078", "7079"];
 
+/// When a mirror copies what the guest writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyMode {
+    /// Later.
+    Background,
+    /// Before the guest hears that it was written.
+    WriteBlocking,
+}
+
+impl CopyMode {
+    /// What QEMU calls it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Background => "background",
+            Self::WriteBlocking => "write-blocking",
+        }
+    }
+}
+
 /// Migrates with shared storage. The destination runs as soon as it has everything.
 pub fn with_shared_storage(here: &mut Machine, there: &mut Machine) -> Result<()> {
     begin(here, there, &["events", "return-path", "auto-converge"])?;
@@ -23,7 +42,12 @@ pub fn with_shared_storage(here: &mut Machine, there: &mut Machine) -> Result<()
 
 /// Migrates with the disks `disk0` and so on, in libvirt's order: mirrors until they are ready, memory, the mirrors' end in
 /// the pause, and then `cont` at the destination, without the round trip that its controller would need.
-pub fn with_mirrors(here: &mut Machine, there: &mut Machine, disks: usize) -> Result<()> {
+pub fn with_mirrors(
+    here: &mut Machine,
+    there: &mut Machine,
+    disks: usize,
+    mode: CopyMode,
+) -> Result<()> {
     let server = json!({"type": "inet", "host": Side::B.address(), "port": PORTS[1]});
     let listen = json!({"type": "inet", "data": {"host": Side::B.address(), "port": PORTS[1]}});
     there.qmp.ask("nbd-server-start", json!({"addr": listen}))?;
@@ -35,7 +59,9 @@ pub fn with_mirrors(here: &mut Machine, there: &mut Machine, disks: usize) -> Re
         let node =
             json!({"driver": "nbd", "node-name": target(number), "server": server, "export": disk});
         here.qmp.ask("blockdev-add", node)?;
-        let mirror = json!({"job-id": job(number), "device": disk, "target": target(number), "sync": "full"});
+        let mirror = json!({
+            "job-id": job(number), "device": disk, "target": target(number), "sync": "full", "copy-mode": mode.name(),
+        });
         here.qmp.ask("blockdev-mirror", mirror)?;
     }
     for number in 0..disks {
