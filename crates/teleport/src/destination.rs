@@ -62,6 +62,8 @@ pub enum Event {
         index: u64,
         /// The blocks.
         blocks: DataBits,
+        /// How they got there.
+        by: KeptBy,
     },
     /// The matcher's answer for a batch, resolved.
     Planned {
@@ -102,6 +104,15 @@ pub enum Event {
     },
     /// The source has sent every batch; the digest, if it knows it.
     End(Option<Digest>),
+}
+
+/// How blocks got into place before their batch was matched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeptBy {
+    /// The partial file had them.
+    Session,
+    /// An old copy of the disk has them at the same place.
+    OldCopy,
 }
 
 /// What the driver must do.
@@ -314,7 +325,7 @@ impl Destination {
                 self.counts.matched_blocks += batch.data.count();
                 self.counts.matched.in_place += batch.data.count();
             }
-            Event::Kept { index, blocks } => self.on_kept(index, &blocks),
+            Event::Kept { index, blocks, by } => self.on_kept(index, &blocks, by),
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
             Event::NotComing(job) => self.on_not_coming(&job, actions),
@@ -396,7 +407,7 @@ impl Destination {
 
     /// Checked against the proofs only once the batch is planned: blocks re-requested after a wrong proof must not be
     /// reused.
-    fn on_kept(&mut self, index: u64, blocks: &DataBits) {
+    fn on_kept(&mut self, index: u64, blocks: &DataBits, by: KeptBy) {
         let Some(open) = self.open.get_mut(&index).filter(|o| !o.planned) else {
             return;
         };
@@ -404,10 +415,16 @@ impl Destination {
             // What was wanted is on its way, and counts when it comes: a wrong proof asks for nothing a second time.
             if open.missing.get(i) && !open.asked.get(i) {
                 open.missing.clear(i);
-                open.resumed.set(i);
-                match open.ahead.get(i) {
-                    true => self.counts.sent_blocks += 1,
-                    false => self.counts.resumed_blocks += 1,
+                match (open.ahead.get(i), by) {
+                    (true, _) => self.counts.sent_blocks += 1,
+                    (false, KeptBy::Session) => {
+                        open.resumed.set(i);
+                        self.counts.resumed_blocks += 1;
+                    }
+                    (false, KeptBy::OldCopy) => {
+                        self.counts.matched_blocks += 1;
+                        self.counts.matched.in_place += 1;
+                    }
                 }
             }
         }

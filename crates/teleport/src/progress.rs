@@ -96,6 +96,11 @@ pub enum SendEvent {
         /// Blocks that an earlier session sent.
         resumed_blocks: u64,
     },
+    /// The destination has an old copy of the image, and not all of it is read. Once in each session.
+    Skips {
+        /// Its name at the destination.
+        name: String,
+    },
     /// The connection broke; the next attempt follows after a delay.
     Reconnecting {
         /// The error.

@@ -12,7 +12,7 @@ pub use crate::walk::{Walk, read_image};
 
 /// The state machine of a destination.
 pub mod destination {
-    pub use crate::destination::{Action, Destination, Event, Given, ReuseJob, Run};
+    pub use crate::destination::{Action, Destination, Event, Given, KeptBy, ReuseJob, Run};
 }
 
 /// The state machine of a source.

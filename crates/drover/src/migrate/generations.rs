@@ -13,6 +13,7 @@ use drover_migrate::protocol::TellGenerations;
 use drover_migrate::{DiskGenerations, MoveReport};
 use drover_store::machine::MAX_DISKS;
 use drover_store::{ImageRecord, Peer};
+use tokio::task::JoinSet;
 
 /// What the running site knows of the disks of a machine that it serves.
 pub struct OfSite {
@@ -64,6 +65,7 @@ pub async fn tell(home: &Home, peer: &Peer, machine: &ImageName, report: &MoveRe
         home: home.clone(),
         machine: machine.clone(),
     };
+    let mut told = JoinSet::new();
     for disk in 0..MAX_DISKS as u32 {
         let indexed = left.files.iter().find(|(n, _)| *n == disk);
         let marked = left.marked.iter().find(|(n, _)| *n == disk);
@@ -73,28 +75,32 @@ pub async fn tell(home: &Home, peer: &Peer, machine: &ImageName, report: &MoveRe
             _ if report.left_disks.iter().any(|left| left.disk == disk) => Ok(None),
             _ => of_site.ask(disk).await,
         };
-        let told = async {
-            let (Some(generations), Some(token)) = (generations?, report.token) else {
-                return Ok(());
+        let (home, peer, machine, token) =
+            (home.clone(), peer.clone(), there.clone(), report.token);
+        // Each is a call of its own: they do not wait for each other's round trips.
+        told.spawn(async move {
+            let tell = async {
+                let (Some(generations), Some(token)) = (generations?, token) else {
+                    return Ok(());
+                };
+                let tell = TellGenerations {
+                    machine,
+                    token,
+                    disk,
+                    generations,
+                };
+                let call = Call::peer(&home.identity()?, &peer).await?;
+                call.ask(&tell, |()| {}).await
             };
-            let tell = TellGenerations {
-                machine: there.clone(),
-                token,
-                disk,
-                generations,
-            };
-            Call::peer(&home.identity()?, peer)
-                .await?
-                .ask(&tell, |()| {})
-                .await
-        };
-        if let Err(e) = told.await {
-            tracing::warn!(
-                "{} is not told what disk {disk} has here: {}",
-                peer.name,
-                one_line(&e)
-            );
-            return;
-        }
+            let told: Result<()> = tell.await;
+            if let Err(e) = told {
+                tracing::warn!(
+                    "{} is not told what disk {disk} has here: {}",
+                    peer.name,
+                    one_line(&e)
+                );
+            }
+        });
     }
+    told.join_all().await;
 }

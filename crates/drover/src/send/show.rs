@@ -192,6 +192,14 @@ impl Show {
                     before: None,
                 });
             }
+            SendEvent::Skips { name } => {
+                self.print(json!({"event": "skips", "name": name}), || {
+                    format!(
+                        "{name}: {} has an old copy: what did not change is not read",
+                        self.peer
+                    )
+                })
+            }
             SendEvent::Reconnecting { error, delay_ms } => {
                 // No progress until the image has started again.
                 self.progress().image = None;

@@ -18,7 +18,7 @@ use super::aim::{Aim, DEFAULT_PAUSE, Seen, for_hypervisor};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
-use super::proof::Proof;
+use super::proof::{Proof, reader_of};
 use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
@@ -138,11 +138,13 @@ impl Driver<'_> {
         }
         // Sending images survives cuts: the conversation is opened again afterwards.
         self.asker = None;
-        let (on_event, stop) = (self.on_event.clone(), self.stop.clone());
+        let stop = self.stop.clone();
+        let (reader, on_event) = reader_of(&items, self.on_event.clone());
         let sent = send_images(items, &self.options, on_event, stop).await?;
         self.report.image_wire_bytes = sent.wire_bytes;
         self.report.unread_bytes = sent.unread_bytes;
-        let mut proof = Proof::begin(sent.unread);
+        let reader = std::mem::take(&mut *reader.lock());
+        let mut proof = reader.compare(sent.unread);
         if sent.unread_bytes == 0 {
             self.prove(&mut proof).await?;
         }

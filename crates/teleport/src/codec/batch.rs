@@ -5,7 +5,7 @@
 //! digests every block in place anyway: one proof for each [`PROOF_BLOCKS`] of them, over the full digests, shows
 //! that all are correct.
 
-use drover_core::{Digest, Head, put_varint};
+use drover_core::{BlockIndex, Digest, Head, put_varint};
 use drover_store::DataBits;
 
 use super::{Malformed, Reader};
@@ -62,6 +62,20 @@ impl Batch {
     #[must_use]
     pub fn first_block(&self) -> u64 {
         self.index * BATCH_BLOCKS
+    }
+
+    /// The runs of blocks of the walk at these positions of the batch, which ascend.
+    #[must_use]
+    pub fn runs_at(&self, positions: &[u64]) -> Vec<(BlockIndex, u64)> {
+        let mut out: Vec<(BlockIndex, u64)> = Vec::new();
+        for position in positions {
+            let block = self.first_block() + position;
+            match out.last_mut() {
+                Some((first, n)) if first.0 + *n == block => *n += 1,
+                _ => out.push((BlockIndex(block), 1)),
+            }
+        }
+        out
     }
 
     /// Encodes it for the wire and the log.

@@ -179,6 +179,14 @@ impl Have {
         after > 0 && batch < runs[after - 1].0 + runs[after - 1].1
     }
 
+    /// The first of them that is at least `batch`.
+    #[must_use]
+    pub fn next_from(&self, batch: u64) -> Option<u64> {
+        let runs = &self.batches.0;
+        let at = runs.partition_point(|(first, n)| first + n <= batch);
+        runs.get(at).map(|(first, _)| batch.max(*first))
+    }
+
     /// Encodes it for the wire; what is beyond the limits is left out.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
@@ -213,7 +221,10 @@ mod tests {
         #[test]
         fn batches_there_and_back(set in prop::collection::btree_set(0u64..3000, 0..500)) {
             let have = Have { batches: set.iter().copied().collect() };
-            (0..3001).for_each(|batch| assert_eq!(have.has(batch), set.contains(&batch)));
+            (0..3001).for_each(|batch| {
+                assert_eq!(have.has(batch), set.contains(&batch));
+                assert_eq!(have.next_from(batch), set.range(batch..).next().copied());
+            });
             prop_assert_eq!(Have::decode(&have.encode()), Ok(have));
         }
 

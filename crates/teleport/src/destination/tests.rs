@@ -30,7 +30,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
     let (mut crashed, mut resumed, mut invalid, mut matched, mut disproved) = (0, 0, 0, 0, 0);
-    let mut given = 0;
+    let (mut given, mut old) = (0, 0);
     for seed in seeds() {
         let _seed = Seed(seed);
         let mut world = World::new(seed);
@@ -42,12 +42,13 @@ fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
             "{c:?}"
         );
         let m = c.matched;
-        let found = m.c0 + m.c1 + m.c2 + m.anchor + m.aligned + m.repeat;
+        let found = m.c0 + m.c1 + m.c2 + m.anchor + m.aligned + m.repeat + m.in_place;
         // A match that was disproved counts as both found and invalid.
         assert!(found >= c.matched_blocks, "{c:?}");
         assert!(found == c.matched_blocks || world.disproved > 0, "{c:?}");
         assert!(c.sent_blocks <= world.asked + world.given);
         given += world.given;
+        old += m.in_place;
         crashed += u64::from(world.sessions > 1);
         resumed += c.resumed_blocks;
         invalid += world.invalid;
@@ -59,7 +60,7 @@ fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
             crashed > 10 && resumed > 1000 && invalid > 1000 && matched > 1000 && disproved > 20,
             "too easy: {crashed} {resumed} {invalid} {matched} {disproved}"
         );
-        assert!(given > 1000, "too easy: {given}");
+        assert!(given > 1000 && old > 1000, "too easy: {given} {old}");
     }
 }
 

@@ -16,6 +16,7 @@ mod prepare;
 mod profile;
 mod reuse;
 mod taken;
+mod taken_ahead;
 mod waits;
 
 use std::sync::Arc;

@@ -532,6 +532,11 @@ impl Sender {
                         Event::Walked { index, frame }
                     }
                     Some(Ok(Walked::Skipped { index, blocks })) => {
+                        if self.unread_blocks == 0 {
+                            (self.on_event)(SendEvent::Skips {
+                                name: offer.name.to_string(),
+                            });
+                        }
                         self.unread_blocks += blocks;
                         Event::Skipped(index)
                     }

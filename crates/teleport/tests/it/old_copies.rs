@@ -10,10 +10,11 @@ use drover_image::{Format, Layout, Outgoing};
 use drover_net::service::{Request, encode_call, reply_in};
 use drover_net::{ConnectOptions, FrameReader, FrameWriter, Role, connect, encode, greet, service};
 use drover_storage::FakeDirectory;
+use drover_store::DataBits;
 use drover_store::generations::{Contents, Generations, Summary};
 use drover_teleport::protocol::{Offer, kind};
 use drover_teleport::services::{JoinSession, OpenSession};
-use drover_teleport::testing::Have;
+use drover_teleport::testing::{Batch, Have};
 use drover_teleport::{OldCopy, Snapshot, digest_of};
 use proptest::prelude::*;
 
@@ -99,14 +100,18 @@ async fn only_what_may_differ_is_read() {
     let sent = state(new.clone(), &data, Some(&seed));
     let report = send(&client, &there, sent.clone()).await;
     assert!(std::fs::read(there.image("web-0.raw")).unwrap() == new);
-    // One batch has what differs.
+    // Of the two batches that have what differs, only that is sent, apart from digests.
     assert_eq!(
         report.unread_blocks,
         report.matched_blocks + report.zero_blocks + report.sent_blocks - 2048
     );
     assert!(
-        report.sent_blocks >= 3 && report.wire_sent_bytes < 18 << 20,
+        report.sent_blocks == 3 && report.wire_sent_bytes < 100 << 10,
         "{report:?}"
+    );
+    assert_eq!(
+        report.matched.in_place, report.matched_blocks,
+        "all else is at the same place there"
     );
     assert_eq!(
         digest_of(&sent.image, &|| false).unwrap(),
@@ -296,6 +301,17 @@ async fn a_source_skips_only_what_the_destination_has() {
         let refused = control.refused().await;
         assert!(refused.contains(why), "{refused}");
     }
+    // What it was told of, sent all the same: the destination may be writing there.
+    copy_of(&there, random(4), vec![], seed.clone());
+    let (mut control, mut data) = Raw::session(&there).await;
+    control.offer(Some(&good)).await;
+    let zeros = Batch::new(0, DataBits::new(2048), vec![], &[]);
+    data.say(kind::BATCH, &zeros.encode()).await;
+    let refused = control.refused().await;
+    assert!(
+        refused.contains("batch 0 was sent, which is here"),
+        "{refused}"
+    );
     // Rubbish, and generations twice.
     let (mut control, _data) = Raw::session(&there).await;
     control.offer(Some(&good[1..])).await;

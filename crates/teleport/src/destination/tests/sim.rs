@@ -583,7 +583,11 @@ impl World {
             }
         }
         let index = batch.index;
-        self.destination(Event::Kept { index, blocks });
+        let by = match self.rng.bool() {
+            true => KeptBy::Session,
+            false => KeptBy::OldCopy,
+        };
+        self.destination(Event::Kept { index, blocks, by });
     }
 
     fn plan(&mut self, batch: &Batch) -> Vec<Run> {

@@ -11,20 +11,20 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::{BLOCK_SIZE_U64, Digest};
 use drover_index::{Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::Frame;
-use drover_store::DataBits;
 use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
 use super::claims::Claim;
-use super::event::DriverEvent;
+use super::event::{DriverEvent, Kept};
 use super::on_demand::GivenReceiver;
 use super::prepare::{Prepared, check_quotas, check_room};
-use super::reuse::{self, Job, Work};
-use super::taken::Known;
+use super::reuse::{self, Comparison, Job, Work};
+use super::taken::{Known, Taken};
+use super::taken_ahead::TakenAhead;
 use super::{flock, waits};
 use crate::TeleportError;
-use crate::codec::{Batch, proofs_of};
-use crate::destination::{Action, Event, ReuseJob, Run};
+use crate::codec::{Batch, Want, proofs_of};
+use crate::destination::{Action, Event, KeptBy, ReuseJob, Run};
 use crate::flock::ImageState;
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, Origins, kind};
 use crate::session::literals_in::OpenBatch;
@@ -48,15 +48,27 @@ const REUSE_THREADS: usize = 2;
 pub fn drive(
     site: &Arc<Site>,
     prepared: Prepared,
-    known: Option<Known>,
+    known: Option<Arc<Known>>,
     mut events: mpsc::Receiver<DriverEvent>,
     out: &mpsc::Sender<Frame>,
 ) -> Result<Option<Delivered>, TeleportError> {
     let workers = Workers::start(site, &prepared)?;
+    let taken = match &known {
+        None => None,
+        Some(known) => {
+            let next = prepared.machine.next_batch();
+            let into = Arc::clone(&prepared.incoming);
+            let compare = prepared.transfer.compare;
+            let taken = TakenAhead::start(site, Arc::clone(known), into, compare, next);
+            let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
+            Some(taken.map_err(failed)?)
+        }
+    };
     let mut driver = Driver {
         site,
         prepared,
         known,
+        taken,
         workers,
         out,
         comparing: HashMap::new(),
@@ -80,8 +92,11 @@ pub fn drive(
         prepared,
         workers,
         origins,
+        taken,
         ..
     } = driver;
+    // Nothing is written any more when the file is synced.
+    drop(taken);
     workers.stop();
     if let Err(e @ TeleportError::NotAnnounced(_)) = result {
         prepared.distrust(site)?;
@@ -220,7 +235,9 @@ fn sync_now_and_then(
 struct Driver<'a> {
     site: &'a Arc<Site>,
     prepared: Prepared,
-    known: Option<Known>,
+    known: Option<Arc<Known>>,
+    /// What of that was brought into the partial file, ahead of the source's word.
+    taken: Option<TakenAhead>,
     workers: Workers,
     out: &'a mpsc::Sender<Frame>,
     /// Batches that are being matched and compared; the first result waits here for the other.
@@ -236,7 +253,7 @@ struct Driver<'a> {
 enum Half {
     Nothing,
     Plan(Plan, Vec<Run>),
-    Kept(DataBits),
+    Kept(Kept),
 }
 
 impl Driver<'_> {
@@ -256,7 +273,7 @@ impl Driver<'_> {
             self.lap.wait(&self.prepared.incoming.stages.drive);
             self.prepared.incoming.activity.touch();
             match event {
-                DriverEvent::Machine(Event::End(None)) if self.known.is_none() => {
+                DriverEvent::Machine(Event::End(None)) if !self.is_unread() => {
                     let text = "the source did not read an image of which nothing was known";
                     return Err(TeleportError::Protocol(text.into()));
                 }
@@ -265,6 +282,16 @@ impl Driver<'_> {
                     for event in self.given.take(&payload, &mut self.prepared)? {
                         self.note(&event);
                         self.step(event)?;
+                    }
+                }
+                DriverEvent::Machine(Event::Batch(batch)) if self.is_taken(batch.index) => {
+                    let text = format!("batch {} was sent, which is here", batch.index);
+                    return Err(TeleportError::Protocol(text));
+                }
+                DriverEvent::Machine(Event::Want(want)) => {
+                    let want = self.not_known(want);
+                    if !want.runs.is_empty() {
+                        self.step(Event::Want(want))?;
                     }
                 }
                 DriverEvent::Machine(event) => {
@@ -276,18 +303,18 @@ impl Driver<'_> {
                 }
                 DriverEvent::Plan { index, plan, runs } => match self.comparing.remove(&index) {
                     None => self.planned(index, &plan, runs, None)?,
-                    Some(Half::Kept(blocks)) => self.planned(index, &plan, runs, Some(blocks))?,
+                    Some(Half::Kept(kept)) => self.planned(index, &plan, runs, Some(kept))?,
                     Some(_) => drop(self.comparing.insert(index, Half::Plan(plan, runs))),
                 },
                 DriverEvent::Planned { index, runs } => {
                     self.step(Event::Planned { index, runs })?;
                     self.has_planned();
                 }
-                DriverEvent::Compared { index, blocks } => match self.comparing.remove(&index) {
+                DriverEvent::Compared { index, kept } => match self.comparing.remove(&index) {
                     Some(Half::Plan(plan, runs)) => {
-                        self.planned(index, &plan, runs, Some(blocks))?;
+                        self.planned(index, &plan, runs, Some(kept))?;
                     }
-                    _ => drop(self.comparing.insert(index, Half::Kept(blocks))),
+                    _ => drop(self.comparing.insert(index, Half::Kept(kept))),
                 },
                 DriverEvent::Failed(error) => return Err(error),
                 DriverEvent::GiveUp(give_up) => return Ok(Ended::GivenUp(give_up)),
@@ -426,27 +453,55 @@ impl Driver<'_> {
             self.lap.busy(&incoming.stages.log);
             return logged;
         }
-        if transfer.compare {
+        if transfer.compare || self.known.is_some() {
             self.comparing.insert(batch.index, Half::Nothing);
-            let _ = self.workers.jobs.send(Work::Compare(batch.clone()));
+            let comparison = Comparison {
+                batch: batch.clone(),
+                part: transfer.compare,
+                known: self.known.clone(),
+            };
+            let _ = self.workers.jobs.send(Work::Compare(comparison));
         }
         matcher.find(batch);
         Ok(())
+    }
+
+    /// Whether the source need not read all of the image.
+    fn is_unread(&self) -> bool {
+        let known = self.known.as_ref();
+        known.is_some_and(|known| !known.have.batches.is_empty())
+    }
+
+    /// Whether a batch is taken from the old copy, perhaps at this moment.
+    fn is_taken(&self, index: u64) -> bool {
+        let known = self.known.as_ref();
+        let is_known = known.is_some_and(|known| known.have.has(index));
+        is_known && index >= self.prepared.machine.next_batch()
+    }
+
+    /// Those of wanted blocks that do not come from the old copy of the disk.
+    fn not_known(&self, want: Want) -> Want {
+        let Some(known) = &self.known else {
+            return want;
+        };
+        let blocks = want.runs.blocks();
+        let runs = blocks.filter(|block| !known.have.has(block / BATCH_BLOCKS));
+        Want {
+            runs: runs.collect(),
+            ..want
+        }
     }
 
     /// Takes a batch from the old copy of the disk.
     fn take(&mut self, index: u64) -> Result<(), TeleportError> {
         let next = self.prepared.machine.next_batch();
         let known = self.known.as_ref();
-        let Some(known) = known.filter(|known| index == next && known.have.has(index)) else {
+        let is_known = known.is_some_and(|known| index == next && known.have.has(index));
+        let Some(taken) = self.taken.as_ref().filter(|_| is_known) else {
             let text =
                 format!("the source skipped batch {index}, which is not known or not the next");
             return Err(TeleportError::Protocol(text));
         };
-        let takes = BATCH_BLOCKS * BLOCK_SIZE_U64;
-        if !self.site.has_room(takes) {
-            check_room(self.site, takes, 0)?;
-        }
         let Prepared {
             transfer,
             transit,
@@ -456,8 +511,8 @@ impl Driver<'_> {
             ..
         } = &mut self.prepared;
         self.lap.busy(&incoming.stages.drive);
-        let (batch, full) = known.take(index, transfer, &incoming.stages)?;
-        self.lap.skip();
+        let Taken { batch, full } = taken.get(index)?;
+        self.lap.wait(&incoming.stages.drive);
         let count = batch.digests.len() as u32;
         let literal = PlanRun {
             count,
@@ -516,14 +571,15 @@ impl Driver<'_> {
         index: u64,
         plan: &Plan,
         runs: Vec<Run>,
-        kept: Option<DataBits>,
+        kept: Option<Kept>,
     ) -> Result<(), TeleportError> {
         let open = self.prepared.incoming.open.read().get(&index).cloned();
         let Some(batch) = open.map(|o| o.batch.clone()) else {
             self.has_planned();
             return Ok(());
         };
-        let there = kept.as_ref().map_or(0, DataBits::count);
+        let there = kept.as_ref();
+        let there = there.map_or(0, |kept| kept.there.count() + kept.old.count());
         let takes = batch.data.count().saturating_sub(there) * BLOCK_SIZE_U64;
         if takes > 0 && !self.site.has_room(takes) {
             // Others may have taken what there was when the image was admitted.
@@ -532,14 +588,16 @@ impl Driver<'_> {
         self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
         self.lap.busy(&self.prepared.incoming.stages.log);
-        if let Some(blocks) = kept {
+        if let Some(Kept { there, old }) = kept {
             let kept = batch.data.iter().enumerate();
-            let kept = kept.filter(|(i, _)| blocks.get(*i as u64));
+            let kept = kept.filter(|(i, _)| there.get(*i as u64) || old.get(*i as u64));
             let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
-            let there = kept.map(|(_, i)| i).chain(zeros);
+            let in_place = kept.map(|(_, i)| i).chain(zeros);
             let first = batch.first_block();
-            self.prepared.transit.written(there.map(|i| first + i));
-            self.step(Event::Kept { index, blocks })?;
+            self.prepared.transit.written(in_place.map(|i| first + i));
+            for (blocks, by) in [(there, KeptBy::Session), (old, KeptBy::OldCopy)] {
+                self.step(Event::Kept { index, blocks, by })?;
+            }
         }
         self.step(Event::Planned { index, runs })?;
         self.has_planned();

@@ -8,6 +8,14 @@ use crate::TeleportError;
 use crate::destination::{Event, Run};
 use crate::protocol::GiveUp;
 
+/// Data blocks of a batch that are in place before it is matched, by order among its data blocks.
+pub struct Kept {
+    /// Those that the partial file had.
+    pub there: DataBits,
+    /// Those that an old copy of the disk had at the same place.
+    pub old: DataBits,
+}
+
 /// An event for the driver of an image.
 pub enum DriverEvent {
     /// For the state machine.
@@ -28,12 +36,12 @@ pub enum DriverEvent {
         /// Where the blocks of its plan are.
         runs: Vec<Run>,
     },
-    /// Result of comparing a batch with the partial file.
+    /// Result of comparing a batch with the partial file, and with an old copy of the disk.
     Compared {
         /// The batch.
         index: u64,
-        /// Data blocks already in place, by order among the batch's data blocks.
-        blocks: DataBits,
+        /// What is in place now.
+        kept: Kept,
     },
     /// The source skips a batch that the destination has.
     Skipped(u64),

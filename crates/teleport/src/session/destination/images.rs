@@ -156,7 +156,7 @@ impl Session {
                 .await;
         }
         if let Some(known) = self.known(&offer, &layout).await? {
-            let known = Some(known);
+            let known = Some(Arc::new(known));
             return self
                 .transfer(offer, event, &layout, None, known, frames)
                 .await;
@@ -239,7 +239,7 @@ impl Session {
         event: &mut SendEvent,
         layout: &ReceivedLayout,
         begun: Option<Event>,
-        known: Option<Known>,
+        known: Option<Arc<Known>>,
         frames: &mut Frames,
     ) -> Result<(), TeleportError> {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
@@ -268,7 +268,7 @@ impl Session {
         });
         let first = self.follow_profile(&prepared.transfer).await;
         if let Err(e) = self
-            .accept(begun, known.as_ref(), &mut prepared, &events)
+            .accept(begun, known.as_deref(), &mut prepared, &events)
             .await
         {
             // Dropping it waits for its threads.
@@ -331,7 +331,7 @@ impl Session {
             resumed_blocks: prepared.machine.counts().resumed_blocks,
             open_batches: prepared.machine.open_batches() as u64,
         };
-        if let Some(known) = known {
+        if let Some(known) = known.filter(|known| !known.have.batches.is_empty()) {
             self.send(kind::HAVE, known.have.encode()).await?;
         }
         match begun {

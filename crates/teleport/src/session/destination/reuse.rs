@@ -9,7 +9,8 @@ use drover_core::{BLOCK_SIZE_U64, BlockIndex, Digest};
 use drover_store::DataBits;
 use drover_store::sequences::{From, Sequences};
 
-use super::event::DriverEvent;
+use super::event::{DriverEvent, Kept};
+use super::taken::Known;
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::{Event, ReuseJob};
@@ -23,8 +24,19 @@ use crate::transfer::clear_zeros;
 pub enum Work {
     /// Copy into place and verify.
     Reuse(Job),
-    /// Find the blocks of a batch that another transfer or an earlier session left in place.
-    Compare(Arc<Batch>),
+    /// Find the blocks of a batch that another transfer or an earlier session left in place, or that an old copy of the disk has
+    /// there.
+    Compare(Comparison),
+}
+
+/// What a batch is compared with.
+pub struct Comparison {
+    /// The batch.
+    pub batch: Arc<Batch>,
+    /// Whether the partial file may hold something there.
+    pub part: bool,
+    /// The old copy.
+    pub known: Option<Arc<Known>>,
 }
 
 /// A job with details that only the driver knows.
@@ -57,9 +69,9 @@ pub fn work(
                     failed,
                 })
             }),
-            Work::Compare(batch) => compare(image, &batch, &mut lap).map(|blocks| {
-                let index = batch.index;
-                DriverEvent::Compared { index, blocks }
+            Work::Compare(with) => compare(image, &with, &mut lap).map(|kept| {
+                let index = with.batch.index;
+                DriverEvent::Compared { index, kept }
             }),
         };
         let _ = image
@@ -69,12 +81,31 @@ pub fn work(
     }
 }
 
+/// Finds which data blocks of a batch are in place, and brings those into place that the old copy has there.
+fn compare(image: &Incoming, with: &Comparison, lap: &mut Lap) -> Result<Kept, TeleportError> {
+    let batch = &*with.batch;
+    let none = || DataBits::new(batch.digests.len() as u64);
+    let there = match with.part {
+        true => compare_with_part(image, batch, lap)?,
+        false => none(),
+    };
+    let old = match &with.known {
+        Some(known) => known.bring(image, batch, &there, lap)?,
+        None => none(),
+    };
+    Ok(Kept { there, old })
+}
+
 /// Zeroes the batch's zero blocks in the partial file, and finds which of its data blocks are in place.
-fn compare(image: &Incoming, batch: &Batch, lap: &mut Lap) -> Result<DataBits, TeleportError> {
+fn compare_with_part(
+    image: &Incoming,
+    batch: &Batch,
+    lap: &mut Lap,
+) -> Result<DataBits, TeleportError> {
     let (part, layout) = (&image.part, &image.layout);
     clear_zeros(part, layout, batch).map_err(TeleportError::file("write", &image.part_path))?;
     let mut blocks = DataBits::new(batch.digests.len() as u64);
-    let targets = runs_of(batch, &places(batch));
+    let targets = batch.runs_at(&places(batch));
     let read = TeleportError::file("read", &image.part_path);
     let mut found: Vec<Digest> = Vec::new();
     let mut look = || {
@@ -115,7 +146,7 @@ fn carry_out(
     let places = places(batch);
     for ((start, run), own) in job.job.runs.iter().zip(&job.own) {
         let range = *start as usize..(*start + run.count) as usize;
-        let target = runs_of(batch, &places[range.clone()]);
+        let target = batch.runs_at(&places[range.clone()]);
         let place = (run.from, u64::from(run.count), job.there.as_ref());
         copy(site, image, place, own, &target)
             .map_err(TeleportError::file("write", &image.part_path))?;
@@ -149,18 +180,6 @@ fn carry_out(
 /// Positions of the data blocks within the batch.
 fn places(batch: &Batch) -> Vec<u64> {
     batch.data.iter().collect()
-}
-
-fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(BlockIndex, u64)> {
-    let mut out: Vec<(BlockIndex, u64)> = Vec::new();
-    for place in places {
-        let block = batch.first_block() + place;
-        match out.last_mut() {
-            Some((first, n)) if first.0 + *n == block => *n += 1,
-            _ => out.push((BlockIndex(block), 1)),
-        }
-    }
-    out
 }
 
 /// Copies one run. A source that is gone or unreadable is no error: verification detects it.
