@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::world::{Site, World, own_address, until, wait};
 
+mod branches;
 mod built;
 mod copies;
 mod faults;
