@@ -141,12 +141,20 @@ impl Libvirt {
     /// # Panics
     /// When libvirt does not take it.
     pub fn define(&self, guest: &Guest, disks: &str) {
+        self.define_with(guest, disks, "pace=10 dirty=4");
+    }
+
+    /// The same, where the guest has these parameters.
+    ///
+    /// # Panics
+    /// When libvirt does not take it.
+    pub fn define_with(&self, guest: &Guest, disks: &str, parameters: &str) {
         let (kernel, initrd) = (guest.kernel.display(), guest.initrd.display());
         let directory = self.directory.display();
         let xml = format!(
             "<domain type='qemu'><name>web</name><uuid>5e8b2a4c-0f4e-4d7a-9d55-3d1f0a1c7e60</uuid><memory unit='MiB'>97</memory><vcpu>1</vcpu>
             <os><type arch='x86_64' machine='pc-i440fx-7.2'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
-            <cmdline>console=ttyS0 quiet panic=-1 mitigations=off pace=10 dirty=4</cmdline></os>
+            <cmdline>console=ttyS0 quiet panic=-1 mitigations=off nokaslr {parameters}</cmdline></os>
             <cpu mode='custom' match='exact'><model>qemu64</model></cpu><devices>
             <emulator>/usr/bin/qemu-system-x86_64</emulator>{disks}
             <serial type='unix'><source mode='bind' path='{directory}/web.console'/><log file='{directory}/web.log' append='on'/>

@@ -543,3 +543,96 @@ async fn a_machine_of_libvirt_is_kept_in_a_vault() {
     console.wait_said("beat", last + 20).await;
     assert!(console.verify().await >= last);
 }
+
+#[tokio::test]
+async fn a_machine_of_libvirt_with_two_disks_and_a_seed_moves_and_comes_back() {
+    let test = "a_machine_of_libvirt_with_two_disks_and_a_seed_moves_and_comes_back";
+    let Some(managed) = Managed::new(test) else {
+        return;
+    };
+    // Each site has a cloud-init seed of its own.
+    let seed = |home: &str| {
+        let path = managed.path(&format!("seed-{home}.iso"));
+        fs::write(&path, home.repeat(2048)).unwrap();
+        format!(
+            "<disk type='file' device='cdrom'><driver name='qemu' type='raw'/><source file='{path}'/><target dev='hdc' bus='ide'/><readonly/></disk>"
+        )
+    };
+    let second = managed.path("second.qcow2");
+    let size = SIZE.to_string();
+    let mut create = std::process::Command::new("qemu-img");
+    let created = create.args(["create", "-q", "-f", "qcow2", &second, &size]);
+    assert!(created.status().unwrap().success());
+    let own = format!(
+        "<disk type='file'><driver name='qemu' type='raw'/><source file='{}'/><target dev='vda' bus='virtio'/></disk>
+        <disk type='file'><driver name='qemu' type='qcow2'/><source file='{second}'/><target dev='vdb' bus='virtio'/></disk>{}",
+        managed.path("web.raw"),
+        seed("near")
+    );
+    let guest = &managed.sites.guest;
+    let both = "pace=10 dirty=4 both=1";
+    managed.near.define_with(guest, &own, both);
+    let served = |home: &str| {
+        let socket = managed.path(&format!("{home}/machines/.web.nbd"));
+        let disk = |n: usize, target: &str| {
+            format!(
+                "<disk type='network'><driver name='qemu' type='raw' error_policy='stop'/><source protocol='nbd' name='disk-{n}'>
+                <host transport='unix' socket='{socket}'/></source><target dev='{target}' bus='virtio'/></disk>"
+            )
+        };
+        disk(0, "vda") + &disk(1, "vdb") + &seed(home)
+    };
+    let libvirt = |home: &str| managed.libvirt(home);
+    libvirt("far").define_with(guest, &served("far"), both);
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    let before = near.wait_said("beat", 20).await;
+
+    managed.begin("near", "far", &[]).done();
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", before + 20).await;
+    assert!(far.verify().await >= there);
+    let disks = managed.disks("far", false);
+    assert!(disks.contains("seed-far.iso"), "{disks}");
+    let images = ["web-0.raw", "web-1.raw"].map(|image| {
+        let path = managed.sites.world.path("far/images").join(image);
+        fs::metadata(path).unwrap().len()
+    });
+    assert_eq!(images, [SIZE, SIZE]);
+
+    libvirt("near").define_with(guest, &served("near"), both);
+    managed.begin("far", "near", &[]).done();
+    let back = near.wait_said("beat", there + 20).await;
+    assert!(near.verify().await >= back);
+}
+
+#[tokio::test]
+async fn a_person_breaks_the_move_of_a_machine_of_libvirt() {
+    let test = "a_person_breaks_the_move_of_a_machine_of_libvirt";
+    let Some(mut managed) = Managed::new(test) else {
+        return;
+    };
+    managed.near.virsh(&["start", "web"]).unwrap();
+    managed.near.virsh(&["autostart", "web"]).unwrap();
+    let mut near = managed.near.console();
+    near.wait_said("beat", 20).await;
+    let crash = [("DROVER_TEST_CRASH", "asked to take")];
+    managed.sites.restart_with("far", &crash);
+    let mut moving = managed.begin("near", "far", &[]);
+    moving.until("event", "reconnecting");
+    managed.sites.site("far").wait();
+    assert_eq!(managed.sites.state("near"), "committed");
+    assert_eq!(managed.state("near"), "paused");
+    let broken = ["migrate", "--break", "web", "--yes"];
+    let said = managed.sites.world.run("near", &broken).ok().out;
+    assert_eq!(said, "web: runs here\n");
+    assert!(managed.starts_with_host("near"));
+    managed.stays(&mut near).await;
+    // With what it wrote before and since it moves as ever.
+    managed.far.virsh(&["destroy", "web"]).ok();
+    managed.sites.serve_again("far", &[]);
+    managed.begin("near", "far", &[]).done();
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", 20).await;
+    assert!(far.verify().await >= there);
+}
