@@ -41,8 +41,8 @@ pub use movable::{Movable, track};
 pub use source::moving::{estimate_device, move_device};
 pub use source::{
     Broken, DiskGenerations, Expected, FollowedFile, Heir, LeftFile, Mounted, Mounts, MoveEvent,
-    MoveOptions, MoveReport, OnMove, Pause, PostCopy, Step, ask_once, break_move, estimate,
-    give_up, left_files, left_mounts, migrate,
+    MoveOptions, MoveReport, NoAnswer, OnMove, Pause, PostCopy, Step, ask_once, break_move,
+    estimate, give_up, left_files, left_mounts, migrate,
 };
 
 #[cfg(test)]

@@ -29,8 +29,8 @@ use drover_core::ImageName;
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
 use drover_net::{
-    Backoff, Code, ConnectOptions, FrameReader, FrameWriter, NetError, Refusal, WireCounters,
-    connect_any,
+    Backoff, Code, ConnectOptions, Connection, FrameReader, FrameWriter, NetError, Refusal,
+    WireCounters, connect_any,
 };
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Other, Owner, Seed, Token,
@@ -38,7 +38,7 @@ use drover_store::machine::{
 use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
-pub use self::broken::{Broken, ask_once, break_move, give_up};
+pub use self::broken::{Broken, NoAnswer, ask_once, break_move, give_up};
 use self::device::Device;
 use self::disks::Disks;
 use self::expected::{Estimated, round_trip};
@@ -311,8 +311,20 @@ async fn call_on_wire<R: Request<Reply = ()>>(
     send: &SendOptions,
     request: &R,
 ) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>, u16), MigrateError> {
+    call_over(connect(send).await?, send, request).await
+}
+
+/// Reaches the other site, which has proved its key.
+async fn connect(send: &SendOptions) -> Result<Connection, MigrateError> {
     let options = ConnectOptions::named(&send.peer_name);
-    let connection = connect_any(&send.addresses, &send.identity, &send.peer, &options).await?;
+    Ok(connect_any(&send.addresses, &send.identity, &send.peer, &options).await?)
+}
+
+async fn call_over<R: Request<Reply = ()>>(
+    connection: Connection,
+    send: &SendOptions,
+    request: &R,
+) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>, u16), MigrateError> {
     let wire = connection.wire();
     let (mut reader, mut writer) = connection.split();
     writer.set_rate(send.limit.clone());

@@ -11,8 +11,8 @@ use drover_agent::remote::Call;
 use drover_agent::site;
 use drover_agent::text::{bytes, clean};
 use drover_core::ImageName;
-use drover_migrate::{Broken, ask_once, break_move as end_move};
-use drover_net::{Code, PeerKey};
+use drover_migrate::{Broken, MigrateError, NoAnswer, ask_once, break_move as end_move};
+use drover_net::PeerKey;
 use drover_store::machine::{Decision, MachineRecord, Move, Other};
 use drover_teleport::SendOptions;
 use serde_json::json;
@@ -52,21 +52,21 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
         ),
         args.yes,
     )?;
-    let is_refused = match ask(home, name, &known, to).await {
+    let is_refused = match ask(home, name, &known, to).await? {
         Ok(Decision::Taken) => {
             return Err(failure::refused(format!(
                 "{peer} answers, and has taken {name}: migrate it there again to go on, or move it back from there; only if {peer} is lost for good, with all that {name} wrote there, stop its site first"
             )));
         }
         Ok(decision) => decision == Decision::Refused,
-        Err(e) if code_of(&e) == Some(Code::Held) => {
+        Err(NoAnswer::Unsaid(e)) => {
             return Err(failure::refused(format!(
-                "{peer} answers, and may have {name}: {}",
-                one_line(e.as_ref())
+                "{peer} answers, and may have {name}: {}: wait until it says what it decided, and run the same command again; only if {peer} is lost for good, stop its site first",
+                one_line(&e)
             )));
         }
-        Err(e) => {
-            out::note(&format!("{peer} does not answer: {}", one_line(e.as_ref())));
+        Err(NoAnswer::Unreached(e)) => {
+            out::note(&format!("{peer} does not answer: {}", one_line(&e)));
             false
         }
     };
@@ -102,11 +102,20 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
     out::line(&said(name, &peer, recorded, &broken))
 }
 
-/// Asks the destination what it decided.
-async fn ask(home: &Home, name: &ImageName, known: &MachineRecord, to: &Other) -> Result<Decision> {
+/// Asks the destination what it decided, or why it does not say.
+///
+/// # Errors
+/// When this site cannot ask.
+async fn ask(
+    home: &Home,
+    name: &ImageName,
+    known: &MachineRecord,
+    to: &Other,
+) -> Result<Result<Decision, NoAnswer>> {
     let peers = site::open_catalog(home)?.peers()?;
     let Some(peer) = peers.into_iter().find(|peer| peer.key == PeerKey(to.key)) else {
-        bail!("it is no peer any more");
+        let text = format!("{} is no peer any more", clean(&to.name));
+        return Ok(Err(NoAnswer::Unreached(MigrateError::Unsupported(text))));
     };
     let send = SendOptions {
         identity: home.identity()?,
@@ -121,12 +130,7 @@ async fn ask(home: &Home, name: &ImageName, known: &MachineRecord, to: &Other) -
         give_up_after: Duration::ZERO,
         profiles: None,
     };
-    let asked = ask_once(&send, name, known).await;
-    asked.map_err(|e| failed(e, &peer.name))
-}
-
-fn code_of(error: &anyhow::Error) -> Option<Code> {
-    error.downcast_ref::<Error>().and_then(Error::code)
+    Ok(ask_once(&send, name, known).await)
 }
 
 /// Ends the move of a machine that runs here, and some of whose disks is at a site that is lost for good.

@@ -13,13 +13,13 @@ use drover_teleport::SendOptions;
 
 use super::disks::Disks;
 use super::left::{FORMAT, LeftDisks, TAKEN};
-use super::{call, lock, restore};
+use super::{call_over, connect, lock, restore};
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::talk::Talk;
 
-/// How long the destination may take to say what it decided.
-const ASK_LIMIT: Duration = Duration::from_secs(20);
+/// How long it may take to reach the destination, and how long that then may take to say what it decided.
+const ASK_LIMIT: Duration = Duration::from_secs(10);
 
 /// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
 /// that is to come is refused for good.
@@ -69,6 +69,17 @@ pub async fn give_up(
     }
 }
 
+/// Why the destination of a committed move has not said what it decided.
+#[derive(Debug, thiserror::Error)]
+pub enum NoAnswer {
+    /// It was not reached: it may be lost.
+    #[error(transparent)]
+    Unreached(MigrateError),
+    /// It was reached, has proved its key, and has not said it: it may have the machine.
+    #[error(transparent)]
+    Unsaid(MigrateError),
+}
+
 /// Asks the destination of a committed move once more what it decided. One that has not taken the machine refuses it, for good: then
 /// it stays here.
 ///
@@ -78,7 +89,7 @@ pub async fn ask_once(
     send: &SendOptions,
     name: &ImageName,
     known: &MachineRecord,
-) -> Result<Decision, MigrateError> {
+) -> Result<Decision, NoAnswer> {
     let Some(Move::Committed(token, _)) = known.under_way else {
         return Ok(Decision::Unknown);
     };
@@ -93,8 +104,10 @@ pub async fn ask_once(
         memory_bytes: 0,
         mounted: Vec::new(),
     };
+    let connection = in_time("the connection", connect(send)).await;
+    let connection = connection.map_err(NoAnswer::Unreached)?;
     let asked = async {
-        let (reader, writer) = call(send, &open).await?;
+        let (reader, writer, _, _) = call_over(connection, send, &open).await?;
         let mut talk = Talk::new(reader, writer);
         let mut answer: Answer = talk.hear(kind::ANSWER).await?;
         if answer.decision == Decision::Open {
@@ -103,13 +116,19 @@ pub async fn ask_once(
         }
         Ok(answer.decision)
     };
+    let decision = in_time("its answer", asked).await;
+    decision.map_err(NoAnswer::Unsaid)
+}
+
+async fn in_time<T>(
+    what: &'static str,
+    step: impl Future<Output = Result<T, MigrateError>>,
+) -> Result<T, MigrateError> {
     let limit = |_| MigrateError::TooLong {
-        what: "its answer",
+        what,
         seconds: ASK_LIMIT.as_secs(),
     };
-    tokio::time::timeout(ASK_LIMIT, asked)
-        .await
-        .map_err(limit)?
+    tokio::time::timeout(ASK_LIMIT, step).await.map_err(limit)?
 }
 
 /// What has become of a machine whose move was broken.

@@ -166,6 +166,10 @@ async fn the_same_command_goes_on_after_the_commitment() {
     world
         .run("near", &["migrate", &other_machine, "far"])
         .code(2);
+    // It lives, and is taking the machine.
+    let broken = world.run("near", &["migrate", "--break", "web", "--yes"]);
+    broken.fails(3, &["far answers, and may have web", "its answer took"]);
+    assert_eq!(sites.state("near"), "committed");
     held.go_on();
     until("it was taken", || sites.state("far") == "here");
     world
