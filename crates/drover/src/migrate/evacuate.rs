@@ -154,13 +154,20 @@ impl Departing {
     ) -> Result<Option<String>> {
         let mut pauses = Backoff::default();
         let mut failing: Option<Instant> = None;
+        let mut was_committed = false;
         loop {
-            if self.wait_for_others().await?
+            let has_waited = self.wait_for_others().await?;
+            let place = places.acquire().await?;
+            if (has_waited || was_committed)
                 && let Some(peer) = self.gone_to()
             {
                 return Ok(Some(peer));
             }
-            let place = places.acquire().await?;
+            // By somebody: it is not moved once more.
+            if was_committed && !self.is_committed() {
+                let text = format!("{} stays here: its move was ended meanwhile", self.name);
+                return Err(Error::msg(text).into());
+            }
             if *self.stop.borrow() {
                 return Err(self.stopped());
             }
@@ -188,6 +195,7 @@ impl Departing {
             }
             out::note(&one_line(error.as_ref()));
             self.pause(pauses.next_delay()).await?;
+            was_committed = true;
         }
     }
 

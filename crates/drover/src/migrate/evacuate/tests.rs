@@ -216,6 +216,45 @@ async fn one_that_another_command_has_moved_meanwhile_did_move() {
 }
 
 #[tokio::test]
+async fn one_whose_move_was_broken_in_a_pause_is_not_moved_again() {
+    // Who breaks it may hold its lock when the pause ends.
+    for is_held in [false, true] {
+        let host = Host::new();
+        host.commits("lyon");
+        let mut tries = 0;
+        let departs = host.depart(GIVE_UP_AFTER, || {
+            tries += 1;
+            Err(unfinished(true))
+        });
+        let breaks = async {
+            tokio::task::yield_now().await;
+            let breaking = host.other();
+            if is_held {
+                tokio::time::sleep(2 * LOOK_EVERY).await;
+            }
+            let committed = Host::leaving("lyon").commit(TOKEN).unwrap();
+            let stays = committed.thaw(TOKEN).unwrap().stay(TOKEN).unwrap();
+            host.store(&stays);
+            drop(breaking);
+        };
+        let (failed, ()) = tokio::join!(departs, breaks);
+        let said = failed.unwrap_err().to_string();
+        assert!(said.contains("web stays here"), "{said}");
+        assert_eq!(tries, 1);
+    }
+    // Another command has brought it to its end meanwhile.
+    let host = Host::new();
+    host.commits("lyon");
+    let departs = host.depart(GIVE_UP_AFTER, || Err(unfinished(true)));
+    let goes = async {
+        tokio::task::yield_now().await;
+        host.goes("lyon");
+    };
+    let (moved, ()) = tokio::join!(departs, goes);
+    assert_eq!(moved.unwrap().as_deref(), Some("lyon"));
+}
+
+#[tokio::test]
 async fn nothing_is_begun_once_it_was_stopped() {
     let host = Host::new();
     let place = host.places.acquire().await.unwrap();
