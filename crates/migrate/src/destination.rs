@@ -3,6 +3,7 @@
 mod boot;
 mod broken;
 mod conversation;
+mod given_up;
 mod hypervisor;
 mod services;
 mod waiting;
@@ -25,6 +26,7 @@ use tokio::runtime::Handle;
 
 pub use self::boot::boot;
 pub use self::broken::Kept;
+use self::given_up::GivenUp;
 pub use self::services::{
     AllMoves, Conversations, DiskFetches, DiskWrites, Measures, MemoryStreams,
 };
@@ -180,12 +182,6 @@ pub trait Site: Send + Sync + 'static {
         Box::pin(async { Err(Refusal::new(Code::Unsupported, "nothing follows here")) })
     }
 
-    /// Whether something of it was lost so.
-    fn has_lost(&self, machine: &ImageName, record: &MachineRecord) -> bool {
-        let _ = (machine, record);
-        false
-    }
-
     /// Closes the disks of a machine that does not come, or will be copied anew, and drops what was written to them. Its mounts that
     /// stand by end, unless it will be copied `anew`.
     ///
@@ -303,6 +299,8 @@ impl<S: Site> Moves<S> {
         self.act_all(name, &mut leecher, &mut None, actions).await?;
         // The rest follows, as soon as its seeder is back.
         if let (true, Some(Move::Partial(token, from))) = (is_here, record.under_way) {
+            // A process that was to give it up has not got that far.
+            GivenUp::of(self.site.machines(), name).remove(token)?;
             *coming = Some(Coming {
                 leecher,
                 from,
@@ -523,9 +521,9 @@ impl<S: Site> Moves<S> {
             Some(Move::Partial(known, from)) => *known == token && from.key == peer.key.0,
             _ => false,
         });
-        let is_broken =
-            |known: &MachineRecord| known.came_by(token) && self.site.has_lost(name, known);
-        if known.as_ref().is_some_and(is_broken) {
+        let given_up = GivenUp::of(self.site.machines(), name);
+        // Also when the machine has moved on since.
+        if !is_partial && given_up.has(token)? {
             let text = format!(
                 "somebody broke the move of {name} there, and gave up what had not arrived"
             );

@@ -253,6 +253,10 @@ impl SiteMachines {
             thaw.await.map_err(failed)?.map_err(failed)?;
             if is_new {
                 self.forget_journal(name, index);
+            } else if matches!(record.under_way, Some(Move::Partial(..))) {
+                // A process that was to give up what is absent has not got that far.
+                unreadable::unmark(&unreadable::mark_in(&self.journal(name, index)))
+                    .map_err(failed)?;
             }
             disks.push(self.open_one(&domain, name, index, mount, image).await?);
         }
@@ -692,10 +696,6 @@ impl Site for SiteMachines {
         record: &'a MachineRecord,
     ) -> Pending<'a, Result<u64, Refusal>> {
         Box::pin(self.lose(machine, record))
-    }
-
-    fn has_lost(&self, machine: &ImageName, record: &MachineRecord) -> bool {
-        self.has_lost_some(machine, record)
     }
 
     fn discard_disks<'a>(

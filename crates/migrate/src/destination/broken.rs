@@ -6,7 +6,7 @@ use drover_core::ImageName;
 use drover_net::{Code, Refusal};
 use drover_store::machine::Move;
 
-use super::{Coming, Moves, Site, failed, to_the_end};
+use super::{Coming, GivenUp, Moves, Site, failed, to_the_end};
 use crate::leecher::{Event, Leecher};
 
 /// What is left of a machine whose source is lost.
@@ -67,7 +67,11 @@ impl<S: Site> Moves<S> {
             // From now on nothing of it arrives.
             rest.writing.end().await;
         }
-        let lost = self.site.lose_rest(name, &record).await;
+        let given_up = GivenUp::of(self.site.machines(), name);
+        let lost = match given_up.add(token) {
+            Ok(()) => self.site.lose_rest(name, &record).await,
+            Err(e) => Err(e),
+        };
         let lost_bytes = match lost {
             Ok(bytes) => Some(bytes),
             // They are somebody else's since.
@@ -77,6 +81,11 @@ impl<S: Site> Moves<S> {
                 return Err(refusal);
             }
         };
+        if lost_bytes == Some(0) {
+            // It all arrived, as its source is told if it comes back.
+            let told = given_up.remove(token);
+            let _ = told.inspect_err(|e| tracing::warn!(machine = %name, "{e}"));
+        }
         coming.rest = None;
         let (leecher, prepared) = (&mut coming.leecher, &mut coming.prepared);
         let mut actions = Vec::new();

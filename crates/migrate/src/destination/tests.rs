@@ -16,6 +16,8 @@ struct Home {
     directory: tempfile::TempDir,
     /// Of the disks that were discarded.
     discarded: Mutex<Vec<Vec<ImageName>>>,
+    /// What is lost with a source.
+    losing: Mutex<Result<u64, Refusal>>,
 }
 
 impl Site for Home {
@@ -68,6 +70,14 @@ impl Site for Home {
         Box::pin(async { Ok(Vec::new()) })
     }
 
+    fn lose_rest<'a>(
+        &'a self,
+        _: &'a ImageName,
+        _: &'a MachineRecord,
+    ) -> Pending<'a, Result<u64, Refusal>> {
+        Box::pin(async { self.losing.lock().clone() })
+    }
+
     fn discard_disks<'a>(
         &'a self,
         _: &'a ImageName,
@@ -87,6 +97,7 @@ fn site() -> Arc<Moves<Home>> {
         machines: Machines::new(directory.path().join("machines")),
         directory,
         discarded: Mutex::default(),
+        losing: Mutex::new(Ok(0)),
     }))
 }
 
@@ -230,8 +241,8 @@ fn mend(moves: &Moves<Home>) {
     std::fs::rename(directory.with_extension("aside"), directory).unwrap();
 }
 
-#[tokio::test]
-async fn what_has_arrived_is_recorded_when_that_is_possible_again() {
+/// A machine that was taken in part, from the first peer, by the first move.
+async fn partial() -> Arc<Moves<Home>> {
     let moves = site();
     let (token, from) = (
         Token([1; 16]),
@@ -245,6 +256,69 @@ async fn what_has_arrived_is_recorded_when_that_is_possible_again() {
     let partial = coming.unwrap().take_part(token).unwrap();
     moves.site.machines.store(&web(), &partial).unwrap();
     moves.restart().await;
+    moves
+}
+
+#[tokio::test]
+async fn a_source_that_comes_back_is_told_that_its_rest_was_given_up() {
+    let token = Token([1; 16]);
+    // Its disks are somebody else's since: nobody knows what was lost.
+    let revoked = Refusal::new(Code::Held, "the write lease was revoked");
+    for (lost, told) in [
+        (Ok(4096), Code::Lost),
+        (Err(revoked), Code::Lost),
+        (Ok(0), Code::OutOfOrder),
+    ] {
+        let moves = partial().await;
+        (*moves.site.losing.lock()).clone_from(&lost);
+        let kept = moves.break_off(web()).await.unwrap();
+        assert_eq!(kept.lost_bytes, lost.ok());
+        let known = moves.site.machines.load(&web()).unwrap().unwrap();
+        assert!(known.under_way.is_none(), "{known:?}");
+        let to = Other {
+            key: [2; 32],
+            name: "site2".into(),
+        };
+        let next = Token([2; 16]);
+        let left = known.leave(next, to).unwrap().commit(next).unwrap();
+        // It is remembered after a restart, and when the machine has moved on.
+        for known in [&known, &left.gone(next).unwrap()] {
+            moves.site.machines.store(&web(), known).unwrap();
+            let again = Moves::new(Arc::clone(&moves.site));
+            for moves in [&moves, &again] {
+                let refused = moves.transfer_of(&peer(1), &web(), token).await;
+                assert_eq!(refused.map(drop).unwrap_err().code, told);
+                let other = moves.transfer_of(&peer(1), &web(), next).await;
+                assert_eq!(other.map(drop).unwrap_err().code, Code::OutOfOrder);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_break_that_failed_is_none() {
+    let token = Token([1; 16]);
+    let moves = partial().await;
+    *moves.site.losing.lock() = Err(Refusal::new(Code::Io, "the disk is full"));
+    let failed = moves.break_off(web()).await;
+    assert_eq!(failed.unwrap_err().code, Code::Io);
+    // The list cannot be written.
+    *moves.site.losing.lock() = Ok(4096);
+    break_records(&moves);
+    moves.break_off(web()).await.unwrap_err();
+    mend(&moves);
+    let file = moves.site.machines.directory().join(".web.broken");
+    std::fs::write(&file, "torn").unwrap();
+    moves.break_off(web()).await.unwrap_err();
+    std::fs::remove_file(&file).unwrap();
+    // The source goes on, and brings it all.
+    moves.transfer_of(&peer(1), &web(), token).await.unwrap();
+    moves.whole(&web(), token).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_has_arrived_is_recorded_when_that_is_possible_again() {
+    let (moves, token) = (partial().await, Token([1; 16]));
     moves.transfer_of(&peer(1), &web(), token).await.unwrap();
     break_records(&moves);
     assert!(moves.whole(&web(), token).await.is_err());

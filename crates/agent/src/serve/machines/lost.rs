@@ -1,15 +1,17 @@
 //! What had not arrived of a machine's disks when its source was given up as lost.
 //!
-//! It stays absent: who reads it gets an error, as from a disk with bad sectors, until it is written over. A file beside the list of
+//! Where something is absent, it stays absent: who reads it gets an error, as from a disk with bad sectors, until it is written over. A file beside the list of
 //! what is absent, in the journal of each disk, says so after a restart, and goes with it.
 
-use drover_core::ImageName;
+use std::sync::Arc;
+
+use drover_core::{BlockDevice, ImageName};
 use drover_migrate::Site;
 use drover_net::{Code, Refusal};
 use drover_store::machine::MachineRecord;
 
 use super::SiteMachines;
-use super::unreadable::{error, mark_in};
+use super::unreadable::{error, mark, mark_in};
 use crate::error::failed;
 
 impl SiteMachines {
@@ -25,28 +27,29 @@ impl SiteMachines {
             let text = format!("the disks of {name} are not open");
             return Err(Refusal::new(Code::Unavailable, text));
         };
-        let marks: Vec<_> = (0..machine.disks.len())
-            .map(|index| mark_in(&self.journal(name, index)))
-            .collect();
-        let mark_all = move || {
-            marks.iter().try_for_each(|mark| {
-                drover_storage::create_private(mark)?;
-                drover_storage::sync_parent(mark)
-            })
-        };
-        let marked = tokio::task::spawn_blocking(mark_all).await;
-        marked.map_err(failed)?.map_err(failed)?;
         let mut bytes = 0;
-        for disk in &machine.disks {
-            bytes += disk.arrival.left();
+        let (mut marks, mut whole) = (Vec::new(), Vec::new());
+        for (index, disk) in machine.disks.iter().enumerate() {
+            match disk.arrival.left() {
+                0 => whole.push(Arc::clone(&disk.device)),
+                left => {
+                    bytes += left;
+                    marks.push(mark_in(&self.journal(name, index)));
+                }
+            }
+        }
+        let kept = tokio::task::spawn_blocking(move || -> Result<(), Refusal> {
+            // What has arrived is not absent again after a crash.
+            for disk in whole {
+                disk.flush()
+                    .map_err(|e| Refusal::new(Code::Io, e.to_string()))?;
+            }
+            mark(&marks).map_err(failed)
+        });
+        kept.await.map_err(failed)??;
+        for disk in machine.disks.iter().filter(|disk| disk.arrival.left() > 0) {
             disk.arrival.fail(error());
         }
         Ok(bytes)
-    }
-
-    /// Whether something of a machine that is here was given up.
-    pub(super) fn has_lost_some(&self, name: &ImageName, record: &MachineRecord) -> bool {
-        let mut disks = 0..record.disks.len();
-        disks.any(|index| mark_in(&self.journal(name, index)).exists())
     }
 }
