@@ -95,7 +95,6 @@ impl From<VaultError> for Error {
             | VaultError::Unconditional(_)
             | VaultError::OtherVault { .. }
             | VaultError::NotPopular(_)
-            | VaultError::Owned { .. }
             | VaultError::Encrypted(_)
             | VaultError::NotEncrypted(_)
             | VaultError::NoKeys(_)

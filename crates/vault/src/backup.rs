@@ -149,7 +149,6 @@ impl Vault {
         progress: &mut dyn FnMut(BackupProgress),
     ) -> Result<Backup> {
         self.probe()?;
-        self.check_owner(machine)?;
         let mut notes = source.image.notes.clone();
         if source.image.layout.walk_blocks() > (MAX_PAGES * PAGE_BLOCKS) as u64 {
             return Err(VaultError::TooLarge(source.from.clone()));
@@ -287,8 +286,6 @@ impl Attempt<'_> {
         };
         let written = head.parts + 1;
         let generations = walked.index.generations();
-        // Its recipe is there: from now on it is no peer's that comes.
-        vault.check_owner(&self.id.machine)?;
         vault.commit(&self.id, written, &walked.uses, &generations, &record)?;
         Ok(Done {
             record,

@@ -105,16 +105,6 @@ pub enum VaultError {
     /// The secret opens nothing.
     #[error("this is not a passphrase or key file of the vault {0}")]
     WrongKey(String),
-    /// Only that peer makes snapshots of it.
-    #[error(
-        "{machine} is the machine of a peer in the vault {vault}, which made its first snapshot; name yours with --as"
-    )]
-    Owned {
-        /// The machine.
-        machine: crate::Machine,
-        /// Where the vault is.
-        vault: String,
-    },
     /// No such key.
     #[error("the vault {vault} has no key {key}; `drover vault key list` shows them")]
     NoKey {

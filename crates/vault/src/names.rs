@@ -237,12 +237,6 @@ pub fn dropped_key(machine: &Machine, time: i64, root: &drover_core::Digest) -> 
     format!("dropped/{}/{}-{root}", machine.component(), compact(time))
 }
 
-/// The key that says which peer a machine belongs to, by the machine's component.
-#[must_use]
-pub fn owner_key(machine: &str) -> String {
-    format!("owners/{machine}")
-}
-
 /// The key of the hooks of what a session stored.
 #[must_use]
 pub fn hooks_key(session: SessionId) -> String {

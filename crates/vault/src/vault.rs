@@ -11,7 +11,7 @@ use crate::container::SessionId;
 use crate::digester::Digester;
 use crate::error::{Result, VaultError};
 use crate::keys::{self, KeyEntry, Secret, Unlocked};
-use crate::names::{Machine, Reference, SnapshotId, owner_key};
+use crate::names::{Machine, Reference, SnapshotId};
 use crate::objects::{LocalObjects, Objects, get_at_most, put_own};
 use crate::record::{
     Chunking, MAX_RECORD_BYTES, Made, RecordError, Share, SnapshotRecord, VaultRecord,
@@ -401,19 +401,6 @@ impl Vault {
             wanted: id.to_string(),
             vault: self.place(),
             hint: String::new(),
-        }
-    }
-
-    /// Fails if a machine belongs to a peer of the site that has this vault, for whoever is not that peer: it would be
-    /// shown what is the site's.
-    pub(crate) fn check_owner(&self, machine: &Machine) -> Result<()> {
-        let key = owner_key(&machine.component());
-        match self.objects.list("owners")?.iter().any(|o| o.key == key) {
-            false => Ok(()),
-            true => Err(VaultError::Owned {
-                machine: machine.clone(),
-                vault: self.place(),
-            }),
         }
     }
 

@@ -14,7 +14,6 @@ use super::wire::MAX_PUT_BYTES;
 use crate::container::{ContainerId, Head, SessionId};
 use crate::digester::Digester;
 use crate::error::{Result, StoreError};
-use crate::names::owner_key;
 use crate::objects::{Listed, Objects};
 use crate::recipe::RecipeHead;
 use crate::record::{HolderRecord, HookRecord, MAX_RECORD_BYTES, Share, SnapshotRecord};
@@ -46,11 +45,7 @@ const READABLE: [&str; 7] = [
 
 /// What a peer has said in this vault that it may take back: that a session lives, and trials. Of all its connections.
 #[derive(Debug, Default)]
-pub struct Own {
-    words: Mutex<HashSet<String>>,
-    /// Held while a machine becomes its own.
-    taking: Mutex<()>,
-}
+pub struct Own(Mutex<HashSet<String>>);
 
 /// The objects of a vault as a peer may use them.
 pub struct Guard {
@@ -132,7 +127,13 @@ impl Guard {
             Some(owner) if owner == self.peer.as_bytes() => Whose::Its,
             Some(_) => Whose::Others,
             // Written at the site itself.
-            None if self.is_used(machine)? => Whose::Others,
+            None if !self
+                .objects
+                .list(&format!("snapshots/{machine}"))?
+                .is_empty() =>
+            {
+                Whose::Others
+            }
             None => return Ok(Whose::Nobodys),
         };
         let is_its = matches!(whose, Whose::Its);
@@ -143,27 +144,12 @@ impl Guard {
         Ok(whose)
     }
 
-    /// Whether there are snapshots of a machine, or one is being made.
-    fn is_used(&self, machine: &str) -> Result<bool, StoreError> {
-        for kind in ["snapshots", "recipes"] {
-            if !self.objects.list(&format!("{kind}/{machine}"))?.is_empty() {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
     /// Fails unless the peer may write for a machine; from then on one that was nobody's is its own.
     fn take(&self, key: &str, machine: &str) -> Result<(), StoreError> {
-        let _one = self.own.taking.lock();
         let whose = match self.whose(machine)? {
             Whose::Nobodys => {
-                let (owner, is) = (owner_key(machine), self.peer.clone().into_bytes());
-                let created = self.objects.create(&owner, is.into())?;
-                // The site writes a recipe, then looks for an owner: one of the two sees the other.
-                if created && self.is_used(machine)? {
-                    self.objects.remove(&owner)?;
-                }
+                let owner = Bytes::from(self.peer.clone().into_bytes());
+                self.objects.create(&owner_key(machine), owner)?;
                 self.whose(machine)?
             }
             whose => whose,
@@ -193,8 +179,6 @@ impl Guard {
         let mut parts = key.split('/');
         let (kind, second) = (parts.next().unwrap_or_default(), parts.next());
         match second {
-            // What it would find is for the site.
-            _ if kind == "owners" => Ok(false),
             _ if key == "vault" || READABLE.contains(&kind) => Ok(true),
             // What is the peer's of it.
             None if OF_MACHINES.contains(&kind) => Ok(true),
@@ -292,13 +276,18 @@ fn check_content(parts: &[&str], bytes: &[u8]) -> Result<(), String> {
     }
 }
 
+/// The key that says which peer a machine is of.
+fn owner_key(machine: &str) -> String {
+    format!("owners/{machine}")
+}
+
 impl Objects for Guard {
     fn create(&self, key: &str, bytes: Bytes) -> Result<bool, StoreError> {
         self.check_write(key, &bytes)?;
         let is_word = key.starts_with("claims/") || key.starts_with("probe/");
         // Before: an answer may be lost.
         if is_word && self.objects.get_range(key, 0..1)?.is_none() {
-            let mut own = self.own.words.lock();
+            let mut own = self.own.0.lock();
             if own.len() < MAX_OWN {
                 own.insert(key.to_owned());
             }
@@ -342,7 +331,7 @@ impl Objects for Guard {
         let (kind, machine) = (parts.next(), parts.next().unwrap_or_default());
         let is_its = match kind {
             Some("held") => self.is_admin || matches!(self.whose(machine)?, Whose::Its),
-            _ => self.own.words.lock().contains(key),
+            _ => self.own.0.lock().contains(key),
         };
         // A request that is repeated, since its answer was lost, finds nothing.
         if !is_its
@@ -355,7 +344,7 @@ impl Objects for Guard {
             return Err(self.refused("remove", key, "a peer may not remove it"));
         }
         self.objects.remove(key)?;
-        self.own.words.lock().remove(key);
+        self.own.0.lock().remove(key);
         Ok(())
     }
 

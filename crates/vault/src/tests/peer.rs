@@ -387,68 +387,10 @@ fn what_would_destroy_is_refused() {
     let mut expected = before.clone();
     expected.retain(|key| !key.starts_with("owners/"));
     assert_eq!(after, expected);
-    assert_eq!(guard.get("owners/web").unwrap(), None);
-    assert_eq!(guard.list("owners").unwrap(), []);
-    for key in ["elsewhere", "vaults"] {
+    for key in ["owners/web", "elsewhere", "vaults"] {
         assert!(guard.get(key).is_err() && guard.list(key).is_err(), "{key}");
     }
     assert!(content(&setting.vault(), &made.id).is_ok());
-}
-
-/// A machine is the peer's or the site's, whatever of both comes first, and in between: else one would be shown what is
-/// the other's.
-#[test]
-fn a_machine_is_of_one_of_two() {
-    let (mut of_peer, mut of_site) = (0, 0);
-    for is_encrypted in [false, true] {
-        for at in 0..60 {
-            let setting = Setting::new();
-            let objects = MemoryObjects::default();
-            let secret = Secret::new(b"correct horse").unwrap();
-            let here: Arc<dyn Objects> = Arc::new(objects.clone());
-            match is_encrypted {
-                true => Vault::create_encrypted_on(here, &secret, "").unwrap(),
-                false => Vault::create_on(here).unwrap(),
-            };
-            let there = There::new(&objects, "a");
-            let open = |objects: Arc<dyn Objects>| {
-                Vault::open_with(objects, &mut || Ok(secret.clone())).unwrap()
-            };
-            let path = setting.image("image", &disk(&[1, 2, 3]));
-            let backup = |vault: &Vault, time| {
-                vault.backup_at(&path, &machine("web"), "host", time, &mut |_| {})
-            };
-            // The peer makes all of its snapshot at some operation of the site's.
-            let peers = Arc::new(Mutex::new(None));
-            let (its, theirs, file) = (peers.clone(), open(there.objects()), path.clone());
-            let began = Arc::new(AtomicU64::new(u64::MAX));
-            let from = began.clone();
-            let view = objects.with_hook(move |n, _| {
-                if n == from.load(Ordering::Relaxed).saturating_add(at) && its.lock().is_none() {
-                    let made = theirs.backup_at(&file, &machine("web"), "host", 100, &mut |_| {});
-                    *its.lock() = Some(made.is_ok());
-                }
-                None
-            });
-            let site = open(Arc::new(view.clone()));
-            began.store(view.operations(), Ordering::Relaxed);
-            let mine = backup(&site, 200).is_ok();
-            let theirs = peers.lock().unwrap_or_default();
-            assert!(!(mine && theirs), "{at}");
-            // Who comes later finds it so.
-            let peer = open(there.objects());
-            let seen = peer.snapshots(None).unwrap().0.len();
-            assert_eq!(seen, usize::from(theirs), "{at}: {mine} {theirs}");
-            if mine || theirs {
-                assert_eq!(backup(&peer, 300).is_ok(), theirs, "{at}");
-                let site = open(Arc::new(objects.clone()));
-                assert_eq!(backup(&site, 400).is_ok(), mine, "{at}");
-            }
-            of_peer += u32::from(theirs);
-            of_site += u32::from(mine);
-        }
-    }
-    assert!(of_peer > 10 && of_site > 10, "{of_peer} {of_site}");
 }
 
 /// A peer that answers something else than was asked for.

@@ -1,7 +1,6 @@
 //! Snapshots in the vault of a peer, with the real program: either end is killed.
 
 use super::*;
-use crate::mount::client::Client;
 use crate::world::{Site, own_address, until};
 
 /// The site `far`, which has a vault, what it calls its peer `near`, and where it listens.
@@ -55,38 +54,6 @@ fn a_snapshot_goes_to_a_peer_that_it_cannot_harm() {
     same(&fs::read(&image).unwrap(), &world.path("again.img"));
     near(&["vault", "check", "--full", "--vault", "far:"]).ok();
 
-    // A disk, which can be written over; while it is in use, it is not deleted there.
-    let latest = near(&["snapshots", "far:", "--json"]).ok().json();
-    let latest = latest.last().unwrap()["snapshot"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    let socket = world.path("s");
-    let listen = format!("unix:{}", socket.display());
-    let export = [
-        "export",
-        &latest,
-        "--nbd",
-        &listen,
-        "--background",
-        "--vault",
-        "far:",
-    ];
-    near(&export).ok();
-    let mut bytes = fs::read(&image).unwrap();
-    let mut client = Client::connect(&socket, "");
-    client.write(8192, &[7; 4096]).unwrap();
-    client.flush().unwrap();
-    bytes[8192..][..4096].fill(7);
-    for at in (0..bytes.len()).step_by(1 << 20) {
-        let end = (at + (1 << 20)).min(bytes.len());
-        assert!(client.read(at as u64, end - at).unwrap() == bytes[at..end]);
-    }
-    drop(client);
-    let forget = ["vault", "forget", &latest, "--yes"];
-    world.run("far", &forget).fails(3, &["is in use"]);
-    near(&["unmount", "s"]).ok();
-
     // It deletes nothing, and is no place for another vault.
     near(&["vault", "forget", "web", "--yes", "--vault", "far:"]).fails(1, &["may not write"]);
     near(&["vault", "init", "far:"]).fails(3, &["run the command at far"]);
@@ -96,9 +63,6 @@ fn a_snapshot_goes_to_a_peer_that_it_cannot_harm() {
     world.run("far", &["snapshot", "db.img"]).ok();
     near(&["snapshot", "db.img", "far"]).fails(1, &["of another site", "--as"]);
     assert_eq!(near(&["snapshots", "far:", "--json"]).ok().json().len(), 2);
-    world
-        .run("far", &["snapshot", "web.img"])
-        .fails(3, &["the machine of a peer", "--as"]);
     can("backup,admin");
     assert_eq!(near(&["snapshots", "far:", "--json"]).ok().json().len(), 3);
     let audit = world.run("far", &["audit", "--json"]).ok().json();
@@ -124,7 +88,7 @@ fn either_end_is_killed_while_a_snapshot_goes_to_a_peer() {
     world
         .run("far", &["peers", "set", &name, "--can", "backup"])
         .ok();
-    world.image("web.img", 1, 5000);
+    world.image("web.img", 1, 9000);
     let store = world.path("store");
     let with_key = |args: &[&'static str]| [args, &["--key-file", "key"]].concat();
     let snapshot = |image: &str, machine: &str| {
@@ -144,7 +108,7 @@ fn either_end_is_killed_while_a_snapshot_goes_to_a_peer() {
         command.spawn().unwrap()
     };
     let mut killed = 0;
-    for objects in [1, 2, 3, 5] {
+    for objects in 1..8 {
         let before = count(&store);
         let mut child = snapshot("web.img", &format!("m{objects}"));
         let begun = std::time::Instant::now();
@@ -153,7 +117,7 @@ fn either_end_is_killed_while_a_snapshot_goes_to_a_peer() {
         }
         let _ = child.kill();
         killed += u64::from(!child.wait().unwrap().success());
-        world.run("far", &["vault", "check"]).ok();
+        world.run("far", &["vault", "check", "--full"]).ok();
     }
     assert!(killed >= 3, "{killed}");
 
@@ -170,6 +134,5 @@ fn either_end_is_killed_while_a_snapshot_goes_to_a_peer() {
     let restore = ["restore", "last@latest", "again.img", "--vault", "far:"];
     world.run("near", &with_key(&restore)).ok();
     same(&fs::read(&image).unwrap(), &world.path("again.img"));
-    world.run("far", &["vault", "check", "--full"]).ok();
     drop(again);
 }
