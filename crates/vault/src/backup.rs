@@ -153,6 +153,7 @@ impl Vault {
         if source.image.layout.walk_blocks() > (MAX_PAGES * PAGE_BLOCKS) as u64 {
             return Err(VaultError::TooLarge(source.from.clone()));
         }
+        self.check_owner(machine)?;
         let (time, _) = self.time_for(std::slice::from_ref(machine), time)?;
         notes.extend(self.other_host(machine, host)?);
         let mut sessions = Vec::new();
@@ -264,6 +265,8 @@ impl Attempt<'_> {
             }
         }
         let vault = self.vault;
+        // Since the first container is there, no peer gets it any more.
+        vault.check_owner(&self.id.machine)?;
         let first_last_part = walked.recipe.parts();
         let (head, last) = walked.recipe.finish(&self.source.image.layout);
         if let Some(part) = last {

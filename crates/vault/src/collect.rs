@@ -109,10 +109,19 @@ impl Vault {
     /// Every snapshot, made or under way, that says what it uses. A snapshot that does not although it was made is an
     /// error: what it needs could be taken for garbage.
     fn users(&self) -> Result<BTreeSet<SnapshotId>> {
+        self.users_but(&[])
+    }
+
+    /// The same without some, which need not say it.
+    fn users_but(&self, without: &[SnapshotId]) -> Result<BTreeSet<SnapshotId>> {
         // Records first: they are written last.
         let made = self.live_ids(None)?;
-        let users = self.ids("uses", None)?;
-        for id in made.iter().filter(|id| !users.contains(id)) {
+        let mut users = self.ids("uses", None)?;
+        users.retain(|id| !without.contains(id));
+        for id in made
+            .iter()
+            .filter(|id| !users.contains(id) && !without.contains(id))
+        {
             if !matches!(self.record_of(id)?, None | Some(SnapshotRecord::Aborted)) {
                 // Forgotten and buried since it was listed?
                 if !self.live_ids(Some(&id.machine))?.contains(id) {
@@ -160,18 +169,26 @@ impl Vault {
     /// What forgetting `ids` would free.
     ///
     /// # Errors
-    /// Damage of what says what snapshots use; errors of the store.
+    /// Damage of what says what other snapshots use; errors of the store.
     pub fn would_free(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
         let forgotten = self.ids("forgotten", None)?;
-        let mut others = self.users()?;
-        others.retain(|id| !ids.contains(id) && !forgotten.contains(id));
+        let mut others = self.users_but(ids)?;
+        others.retain(|id| !forgotten.contains(id));
         if self.record().share == Share::Nothing {
             // No machine uses what another one has stored.
             let machines: HashSet<&Machine> = ids.iter().map(|id| &id.machine).collect();
             others.retain(|id| machines.contains(&id.machine));
         }
         let (mut gone, mut kept) = (InUse::default(), InUse::default());
-        self.add_uses(&ids.iter().cloned().collect(), &mut gone)?;
+        // Those without, or with damaged ones, are forgotten all the same: as long as they are there, nothing is freed.
+        let have = self.ids("uses", None)?;
+        for id in ids.iter().filter(|id| have.contains(id)) {
+            match self.add_uses(&BTreeSet::from([id.clone()]), &mut gone) {
+                Err(error @ VaultError::Missing { .. }) => return Err(error),
+                Err(error) if error.is_damage() => tracing::warn!("{error}"),
+                done => done?,
+            }
+        }
         self.add_uses(&others, &mut kept)?;
         let places = self.containers(None)?;
         let mut freed = Forgotten {

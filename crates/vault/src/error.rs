@@ -71,6 +71,14 @@ pub enum VaultError {
         "the store of the vault {0} overwrites objects although it is told not to; a vault needs a store with conditional writes"
     )]
     Unconditional(String),
+    /// A peer has a machine of that name in the vault.
+    #[error("the vault {vault} has a machine {machine} of a peer; name yours with --as")]
+    OfPeer {
+        /// The machine.
+        machine: String,
+        /// Where the vault is.
+        vault: String,
+    },
     /// The store has not what it said it wrote.
     #[error(
         "the store of the vault {0} has not what it said it had written; no snapshot was made, try again"

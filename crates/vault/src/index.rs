@@ -1,12 +1,12 @@
 //! What a backup knows of the containers there are: their places, and the sparse index over them.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use drover_core::Digest;
 
 use crate::container::{ContainerId, Head, MAX_HEAD, SessionId};
-use crate::error::Result;
+use crate::error::{Result, VaultError};
 use crate::hooks::Ordinal;
 use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
 use crate::places::Places;
@@ -52,6 +52,25 @@ impl Vault {
             }
         }
         Ok(places)
+    }
+
+    /// The machines of peers, if this is not a peer itself: to those nothing is said of it.
+    pub(crate) fn of_peers(&self) -> Result<BTreeSet<Machine>> {
+        let listed = self.objects.list("owners")?.into_iter();
+        Ok(listed
+            .filter_map(|object| Machine::from_component(object.key.split('/').nth(1)?))
+            .collect())
+    }
+
+    /// Fails if a machine is a peer's, which would see what is written of it, and could add to it.
+    pub(crate) fn check_owner(&self, machine: &Machine) -> Result<()> {
+        match self.of_peers()?.contains(machine) {
+            false => Ok(()),
+            true => Err(VaultError::OfPeer {
+                machine: machine.to_string(),
+                vault: self.place(),
+            }),
+        }
     }
 
     /// The containers that collectors have marked.
@@ -105,7 +124,14 @@ impl VaultIndex {
             }
         };
         let mut places: Vec<_> = listed.iter().flat_map(Places::iter).collect();
-        places.retain(|(_, id, _)| id.session() != session);
+        // The site of an encrypted vault cannot tell whether the blocks of peers are what they are said to be.
+        let untold = match vault.record().is_encrypted {
+            true => vault.of_peers()?,
+            false => BTreeSet::new(),
+        };
+        places.retain(|(of, id, _)| {
+            id.session() != session && (*of == machine || !untold.contains(of))
+        });
         places.sort_unstable_by_key(|(of, id, _)| (*id, *of != machine));
         for same in places.chunk_by(|a, b| a.1 == b.1) {
             let (of, id, (generation, _)) = same[0];
@@ -118,13 +144,15 @@ impl VaultIndex {
         let sessions: HashSet<SessionId> =
             by_id.keys().map(|id: &ContainerId| id.session()).collect();
         for object in vault.objects.list("hooks")? {
-            let session = object.key.split('/').nth(1).and_then(SessionId::parse);
-            if !session.is_some_and(|session| sessions.contains(&session)) {
+            let of = object.key.split('/').nth(1).and_then(SessionId::parse);
+            let Some(of) = of.filter(|of| sessions.contains(of)) else {
                 continue;
-            }
+            };
             let decoded = match vault.objects.get(&object.key) {
                 Ok(None) => continue,
-                Ok(Some(bytes)) => HookRecord::decode(&bytes).ok(),
+                Ok(Some(bytes)) => HookRecord::decode(&bytes)
+                    .ok()
+                    .filter(|hooks| hooks.is_of(of)),
                 Err(error) if error.is_damage => None,
                 Err(error) => return Err(error.into()),
             };

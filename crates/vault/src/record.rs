@@ -8,7 +8,7 @@ use drover_storage::{Envelope, EnvelopeError};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::container::ContainerId;
+use crate::container::{ContainerId, MAX_BLOCKS, SessionId};
 use crate::names::Machine;
 
 /// Most bytes of a record.
@@ -258,6 +258,13 @@ pub struct HookRecord {
 }
 
 impl HookRecord {
+    /// Whether they are what a session left: of its own containers, and no more than those have blocks.
+    #[must_use]
+    pub fn is_of(&self, session: SessionId) -> bool {
+        let mut containers = self.containers.iter();
+        containers.all(|(id, tags)| id.session() == session && tags.len() <= MAX_BLOCKS)
+    }
+
     /// The bytes that are stored.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {

@@ -23,11 +23,12 @@ const SEALED: u64 = (PIECE + OVERHEAD) as u64;
 const NAME_TAG: usize = 16;
 
 /// Kinds of objects whose keys have a machine as second component.
-const OF_MACHINES: [&str; 7] = [
+const OF_MACHINES: [&str; 8] = [
     "containers",
     "dropped",
     "forgotten",
     "held",
+    "owners",
     "recipes",
     "snapshots",
     "uses",

@@ -16,6 +16,8 @@ use crate::objects::{Listed, Objects};
 
 /// Most objects of a list.
 const MAX_OBJECTS: usize = 8 << 20;
+/// Most bytes of memory of a list.
+const MAX_LIST_BYTES: usize = 1 << 30;
 /// Connections that are kept for later.
 const MAX_IDLE: usize = 2;
 
@@ -241,6 +243,8 @@ struct Asking {
     /// Of a read: how much was asked for.
     len: usize,
     listed: Option<Vec<Listed>>,
+    /// What those take in memory.
+    bytes: usize,
     prefix: String,
 }
 
@@ -254,6 +258,7 @@ impl Asking {
         Asking {
             len,
             listed: prefix.map(|_| Vec::new()),
+            bytes: 0,
             prefix: prefix.map_or_else(String::new, |prefix| format!("{prefix}/")),
         }
     }
@@ -265,8 +270,11 @@ impl Asking {
             }
             kind::ANSWER => match (decode::<Answer>(&payload)?, &mut self.listed) {
                 (Answer::Some(some), Some(listed)) => {
+                    let bytes = some.iter().map(|(key, ..)| key.len() + size_of::<Listed>());
+                    self.bytes += bytes.sum::<usize>();
                     let fits = |key: &str| key.starts_with(&self.prefix) && is_key(key);
                     if some.is_empty()
+                        || self.bytes > MAX_LIST_BYTES
                         || some.len() > MAX_OBJECTS - listed.len()
                         || some.iter().any(|(key, ..)| !fits(key))
                     {

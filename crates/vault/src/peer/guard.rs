@@ -28,6 +28,9 @@ const MAX_AHEAD: i64 = 3600;
 /// The longest object that says only that it is there.
 const MAX_WORD: u64 = 256;
 
+/// Held while an object is unpacked that may become far larger than what was sent: one at a time, of all peers.
+static UNPACKING: Mutex<()> = Mutex::new(());
+
 /// Kinds of objects that are one machine's: the second component of their keys.
 const OF_MACHINES: [&str; 7] = [
     "containers",
@@ -58,6 +61,8 @@ pub struct Guard {
     is_encrypted: bool,
     /// Machines of which it is known whether they are this peer's: that never changes.
     machines: Mutex<HashMap<String, bool>>,
+    /// Sessions of which it sees a container, as of the last look.
+    sessions: Mutex<HashSet<SessionId>>,
     /// Seconds since 1970.
     clock: fn() -> i64,
 }
@@ -91,6 +96,7 @@ impl Guard {
             share: record.share,
             is_encrypted: record.is_encrypted,
             machines: Mutex::default(),
+            sessions: Mutex::default(),
             clock: || Timestamp::now().as_second(),
         })
     }
@@ -127,13 +133,8 @@ impl Guard {
             Some(owner) if owner == self.peer.as_bytes() => Whose::Its,
             Some(_) => Whose::Others,
             // Written at the site itself.
-            None if !self
-                .objects
-                .list(&format!("snapshots/{machine}"))?
-                .is_empty() =>
-            {
-                Whose::Others
-            }
+            // Written at the site itself, perhaps the first snapshot, which is not complete yet.
+            None if self.has_any(machine)? => Whose::Others,
             None => return Ok(Whose::Nobodys),
         };
         let is_its = matches!(whose, Whose::Its);
@@ -144,9 +145,21 @@ impl Guard {
         Ok(whose)
     }
 
+    /// Whether anything of a machine is there.
+    fn has_any(&self, machine: &str) -> Result<bool, StoreError> {
+        for kind in ["snapshots", "containers", "recipes", "uses"] {
+            if !self.objects.list(&format!("{kind}/{machine}"))?.is_empty() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Fails unless the peer may write for a machine; from then on one that was nobody's is its own.
     fn take(&self, key: &str, machine: &str) -> Result<(), StoreError> {
         let whose = match self.whose(machine)? {
+            // It would have what machines have in common.
+            Whose::Nobodys if machine == crate::Machine::popular().component() => Whose::Others,
             Whose::Nobodys => {
                 let owner = Bytes::from(self.peer.clone().into_bytes());
                 self.objects.create(&owner_key(machine), owner)?;
@@ -165,11 +178,36 @@ impl Guard {
         }
     }
 
+    /// Whether machines of all use each other's blocks. The site cannot tell whether those of an encrypted vault are what
+    /// they are said to be, and a peer that was taken over could have written others.
+    fn shares_all(&self) -> bool {
+        self.share == Share::All && !self.is_encrypted
+    }
+
+    /// Whether the peer may read the hooks of a session: that it sees a container of it.
+    fn sees_session(&self, session: &str) -> Result<bool, StoreError> {
+        let Some(session) = SessionId::parse(session) else {
+            return Ok(false);
+        };
+        if self.is_admin || self.shares_all() || self.sessions.lock().contains(&session) {
+            return Ok(true);
+        }
+        self.learn_sessions()?;
+        Ok(self.sessions.lock().contains(&session))
+    }
+
+    /// Learns of which sessions the peer sees containers.
+    fn learn_sessions(&self) -> Result<(), StoreError> {
+        let listed = self.list("containers")?;
+        *self.sessions.lock() = listed.iter().filter_map(session_of).collect();
+        Ok(())
+    }
+
     /// Whether the peer may read what is a machine's.
     fn sees(&self, kind: &str, machine: &str) -> Result<bool, StoreError> {
         // Else nothing could be found that is there already.
         let is_shared = kind == "containers"
-            && (self.share == Share::All
+            && (self.shares_all()
                 || self.share == Share::Popular
                     && machine == crate::Machine::popular().component());
         Ok(is_shared || self.is_admin || matches!(self.whose(machine)?, Whose::Its))
@@ -179,11 +217,42 @@ impl Guard {
         let mut parts = key.split('/');
         let (kind, second) = (parts.next().unwrap_or_default(), parts.next());
         match second {
+            // To whoever asks for all there are none: see `Vault::check_owner`.
+            None if kind == "owners" => Ok(false),
+            Some(session) if kind == "hooks" => self.sees_session(session),
             _ if key == "vault" || READABLE.contains(&kind) => Ok(true),
             // What is the peer's of it.
             None if OF_MACHINES.contains(&kind) => Ok(true),
             Some(machine) if OF_MACHINES.contains(&kind) => self.sees(kind, machine),
             _ => Err(self.refused(doing, key, "a peer may not read it")),
+        }
+    }
+
+    /// Fails unless a record is of a snapshot that is complete, and no older than those of its machine.
+    fn check_record(&self, key: &str, machine: &str, of: &str) -> Result<(), StoreError> {
+        let has = |key: &str| Ok::<_, StoreError>(self.objects.get_range(key, 0..1)?.is_some());
+        // An answer may have been lost.
+        if has(key)? {
+            return Ok(());
+        }
+        // What is made without would keep collections from knowing what is garbage.
+        if !has(&format!("uses/{machine}/{of}"))? || !has(&format!("recipes/{machine}/{of}/head"))?
+        {
+            return Err(self.refused("write", key, "its recipe and uses are not there"));
+        }
+        // Else a day that is over could get another last snapshot, for which the good one is deleted.
+        let listed = self.objects.list(&format!("snapshots/{machine}"))?;
+        let newest = listed
+            .iter()
+            .filter_map(|object| time_of(&object.key))
+            .max();
+        match time_of(key) < newest {
+            true => Err(self.refused(
+                "write",
+                key,
+                "it is dated before the latest snapshot of its machine; make it again",
+            )),
+            false => Ok(()),
         }
     }
 
@@ -222,14 +291,13 @@ impl Guard {
         if !is_fine {
             return refused("a peer may not write it");
         }
-        if let ["snapshots", _, of] = parts[..] {
-            let time = of
-                .split_once('-')
-                .and_then(|(time, _)| time.parse::<Timestamp>().ok());
+        if let ["snapshots", machine, of] = parts[..] {
+            let time = time_of(key);
             let latest = (self.clock)().saturating_add(MAX_AHEAD);
             if time.is_none_or(|time| time.as_second() > latest) {
                 return refused("it is dated in the future; see the clocks of both hosts");
             }
+            self.check_record(key, machine, of)?;
         }
         // The store of an encrypted vault does not know what it has.
         if !self.is_encrypted
@@ -244,9 +312,25 @@ impl Guard {
     }
 }
 
+/// The session of a container.
+fn session_of(object: &Listed) -> Option<SessionId> {
+    let (id, _) = object.key.rsplit_once('/')?.1.split_once('.')?;
+    ContainerId::parse(id).map(ContainerId::session)
+}
+
+/// When a snapshot was made, by the key of its record.
+fn time_of(key: &str) -> Option<Timestamp> {
+    let (_, of) = key.rsplit_once('/')?;
+    of.split_once('-')?.0.parse().ok()
+}
+
 /// Whether an object of a vault that is not encrypted is what its key says.
 fn check_content(parts: &[&str], bytes: &[u8]) -> Result<(), String> {
     let said = |error: &dyn std::fmt::Display| error.to_string();
+    let _unpacking = match parts[0] {
+        "hooks" | "uses" | "recipes" => Some(UNPACKING.lock()),
+        _ => None,
+    };
     match parts {
         ["containers", _, file] => {
             let head = Head::parse(bytes).map_err(|e| said(&e))?;
@@ -264,7 +348,14 @@ fn check_content(parts: &[&str], bytes: &[u8]) -> Result<(), String> {
                 n => Err(format!("{n} of its blocks have another digest")),
             }
         }
-        ["hooks", _] => HookRecord::decode(bytes).map(drop).map_err(|e| said(&e)),
+        ["hooks", session] => {
+            let hooks = HookRecord::decode(bytes).map_err(|e| said(&e))?;
+            let session = SessionId::parse(session);
+            match session.is_some_and(|session| hooks.is_of(session)) {
+                true => Ok(()),
+                false => Err("it has hooks of other sessions, or too many".into()),
+            }
+        }
         ["held", ..] => HolderRecord::decode(bytes).map(drop).map_err(|e| said(&e)),
         ["uses", ..] => Uses::decode(bytes).map(drop).map_err(|e| said(&e)),
         ["recipes", _, _, "head"] => RecipeHead::decode(bytes).map(drop).map_err(|e| said(&e)),
@@ -322,6 +413,14 @@ impl Objects for Guard {
                 }
             }
             listed.retain(|object| seen.get(&machine_of(&object.key)) == Some(&true));
+        }
+        if prefix == "hooks" && !self.is_admin && !self.shares_all() {
+            self.learn_sessions()?;
+            let sessions = self.sessions.lock();
+            listed.retain(|object| {
+                let session = object.key.rsplit('/').next().and_then(SessionId::parse);
+                session.is_some_and(|session| sessions.contains(&session))
+            });
         }
         Ok(listed)
     }

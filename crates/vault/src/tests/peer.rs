@@ -153,8 +153,9 @@ fn a_snapshot_goes_to_a_peer_and_only_what_it_lacks_crosses_the_link() {
         let other = There::new(&objects, "b");
         let theirs = Vault::open_with(other.objects(), &mut || Ok(secret.clone())).unwrap();
         let three = backup(&theirs, "db", &wanted, 300);
-        assert_eq!(three.record.new_bytes, 0);
-        assert!(sent(&there) < 40_000 && sent(&other) < 40_000);
+        // The site of an encrypted vault cannot vouch for what another one has written.
+        assert_eq!(three.record.new_bytes == 0, !is_encrypted);
+        assert!(sent(&there) < 40_000 && (is_encrypted || sent(&other) < 40_000));
         // Nothing but the snapshots is left, and the vault is one as any other.
         assert!(!objects.keys().iter().any(|key| {
             ["claims/", "probe/", "held/"]
@@ -387,6 +388,7 @@ fn what_would_destroy_is_refused() {
     let mut expected = before.clone();
     expected.retain(|key| !key.starts_with("owners/"));
     assert_eq!(after, expected);
+    assert_eq!(guard.list("owners").unwrap().len(), 0);
     for key in ["owners/web", "elsewhere", "vaults"] {
         assert!(guard.get(key).is_err() && guard.list(key).is_err(), "{key}");
     }
