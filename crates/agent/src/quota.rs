@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -80,14 +81,17 @@ impl Account {
 
 /// Space for a change of a peer, until it is made.
 struct UnderWay {
-    account: Arc<Mutex<Account>>,
+    /// None of what is no image, and counts for no quota.
+    account: Option<Arc<Mutex<Account>>>,
     bytes: u64,
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
         UNDER_WAY.fetch_sub(self.bytes, Ordering::AcqRel);
-        self.account.lock().under_way -= self.bytes;
+        if let Some(account) = &self.account {
+            account.lock().under_way -= self.bytes;
+        }
     }
 }
 
@@ -121,14 +125,27 @@ impl Quotas {
             self.count(peer, None, &mut known).map_err(failed)?;
         }
         known.check(more)?;
-        self.keep_free(more)?;
+        self.keep_free(self.home.dir(), more)?;
         if let Some((_, left)) = &mut known.quota {
             *left -= more;
         }
         known.under_way += more;
         drop(known);
         Ok(UnderWay {
-            account,
+            account: Some(account),
+            bytes: more,
+        })
+    }
+
+    /// Lets something that counts for no quota take more bytes of the disk of a directory, or refuses. What is returned is
+    /// kept until they are on the disk.
+    ///
+    /// # Errors
+    /// [`Code::NoSpace`] when the site keeps free what is left there.
+    pub fn take_in(&self, dir: &Path, more: u64) -> Result<impl Send + use<>, Refusal> {
+        self.keep_free(dir, more)?;
+        Ok(UnderWay {
+            account: None,
             bytes: more,
         })
     }
@@ -196,11 +213,11 @@ impl Quotas {
         Ok(taken.get(key).copied().unwrap_or_default())
     }
 
-    /// Takes more bytes of the disk, unless that would not leave free what the site keeps free.
-    fn keep_free(&self, more: u64) -> Result<(), Refusal> {
+    /// Takes more bytes of the disk of a directory, unless that would not leave free what the site keeps free.
+    fn keep_free(&self, dir: &Path, more: u64) -> Result<(), Refusal> {
         // Read first: what is made meanwhile counts twice rather than not at all.
         let before = UNDER_WAY.load(Ordering::Acquire);
-        let free = statvfs(self.home.dir()).map_or(u64::MAX, |fs| {
+        let free = statvfs(dir).map_or(u64::MAX, |fs| {
             let keep = site::reserve_bytes(&self.home);
             let free = fs.f_bavail.saturating_mul(fs.f_frsize);
             free.saturating_sub(keep)
@@ -319,6 +336,19 @@ mod tests {
         drop(second);
         quotas.check(other, &name, u64::MAX).unwrap();
         drop(quotas.take(other, 1 << 20).unwrap());
+    }
+
+    /// A backup into the site's vault, which may be on another disk.
+    #[test]
+    fn what_is_no_image_counts_for_no_quota_but_for_its_disk() {
+        let (_tmp, home, quotas) = with_peers(1000);
+        let first = quotas.take(&KEYS[0], 1000).unwrap();
+        let more = quotas.take_in(home.dir(), 5000).unwrap();
+        // Nothing is free there, whatever is on the disk of the home.
+        refused(quotas.take_in(Path::new("/proc"), 1));
+        refused(quotas.take_in(home.dir(), u64::MAX));
+        drop((more, first));
+        drop(quotas.take(&KEYS[0], 1000).unwrap());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The vault of this site, for the peers that may back up into it.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,12 +27,14 @@ const PART_LIMIT: Duration = Duration::from_secs(60);
 /// How long a peer may take nothing.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
 
-/// Memory for objects that are being written, in MiB.
+/// Memory for objects that are being written, and for lists, in MiB.
 const ROOM: ShareLimits = ShareLimits {
     all: 256,
     one: 64,
     sure: 32,
 };
+/// What a list is taken to have of that.
+const LIST_ROOM: u64 = 32;
 
 /// Serves the vault of a site.
 pub struct Vaults {
@@ -44,9 +47,8 @@ pub struct Vaults {
 /// A vault, for one peer.
 struct Opened {
     guard: Guard,
-    /// Of what is written to a disk of this site.
-    quotas: Option<Arc<Quotas>>,
-    peer: PeerKey,
+    /// The directory that it is in, if it is in one of this site, and what may be written there.
+    on_disk: Option<(PathBuf, Arc<Quotas>)>,
 }
 
 impl Vaults {
@@ -79,8 +81,10 @@ impl Vaults {
             let guard = Guard::new(location.objects()?, key.to_string(), is_admin, own)?;
             Ok::<_, Error>(Opened {
                 guard,
-                quotas: matches!(location, Location::Directory(_)).then_some(quotas),
-                peer: key,
+                on_disk: match location {
+                    Location::Directory(dir) => Some((dir, quotas)),
+                    Location::Store(_) | Location::Peer(_) => None,
+                },
             })
         });
         let opened: Result<Opened> = opened.await.map_err(crate::error::failed)?;
@@ -119,6 +123,11 @@ impl Vaults {
                 }
                 continue;
             };
+            // Until all of it was sent, however slowly that is taken.
+            let _listing = match &task {
+                Task::List(_) => Some(self.room.take(peer.key, LIST_ROOM).await),
+                _ => None,
+            };
             let made = snapshot_of(&task);
             let its = Arc::clone(&opened);
             let answer = tokio::task::spawn_blocking(move || its.run(task)).await?;
@@ -154,8 +163,9 @@ impl Opened {
         let Task::Create(_, bytes) = &task else {
             return task.run(&self.guard);
         };
-        let quotas = self.quotas.as_ref();
-        match quotas.map(|quotas| quotas.take(&self.peer, bytes.len() as u64)) {
+        // Of the disk that the vault is on. It counts for no quota: that is of images.
+        let on_disk = self.on_disk.as_ref();
+        match on_disk.map(|(dir, quotas)| quotas.take_in(dir, bytes.len() as u64)) {
             Some(Err(refusal)) => vec![peer::refused(&refusal.message)],
             // What is taken is kept until it is on the disk.
             _kept => task.run(&self.guard),
