@@ -75,14 +75,24 @@ pub async fn tell(home: &Home, peer: &Peer, machine: &ImageName, report: &MoveRe
             _ if report.left_disks.iter().any(|left| left.disk == disk) => Ok(None),
             _ => of_site.ask(disk).await,
         };
-        let (home, peer, machine, token) =
-            (home.clone(), peer.clone(), there.clone(), report.token);
+        let (peer_name, token) = (peer.name.clone(), report.token);
+        let not_told = move |e| {
+            let why = one_line(&e);
+            tracing::warn!("{peer_name} is not told what disk {disk} has here: {why}");
+        };
+        let (generations, token) = match (generations, token) {
+            (Ok(Some(generations)), Some(token)) => (generations, token),
+            (Ok(_), _) => continue,
+            // The next ones would fail in the same way.
+            (Err(e), _) => {
+                not_told(e);
+                break;
+            }
+        };
+        let (home, peer, machine) = (home.clone(), peer.clone(), there.clone());
         // Each is a call of its own: they do not wait for each other's round trips.
         told.spawn(async move {
             let tell = async {
-                let (Some(generations), Some(token)) = (generations?, token) else {
-                    return Ok(());
-                };
                 let tell = TellGenerations {
                     machine,
                     token,
@@ -94,11 +104,7 @@ pub async fn tell(home: &Home, peer: &Peer, machine: &ImageName, report: &MoveRe
             };
             let told: Result<()> = tell.await;
             if let Err(e) = told {
-                tracing::warn!(
-                    "{} is not told what disk {disk} has here: {}",
-                    peer.name,
-                    one_line(&e)
-                );
+                not_told(e);
             }
         });
     }

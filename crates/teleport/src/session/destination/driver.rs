@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use super::claims::Claim;
 use super::event::{DriverEvent, Kept};
 use super::on_demand::GivenReceiver;
-use super::prepare::{Prepared, check_quotas, check_room};
+use super::prepare::{Prepared, check_quotas, ensure_room};
 use super::reuse::{self, Comparison, Job, Work};
 use super::taken::{Known, Taken};
 use super::taken_ahead::TakenAhead;
@@ -156,7 +156,14 @@ impl Workers {
         let mut threads = Vec::new();
         let stop = Arc::new(AtomicBool::new(false));
         let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
+        // Making room may ask a teleporter on another machine.
+        let runtime = tokio::runtime::Handle::try_current().ok();
         let mut spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
+            let runtime = runtime.clone();
+            let body = move || {
+                let _entered = runtime.as_ref().map(|r| r.enter());
+                body();
+            };
             let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
             threads.push(thread);
             Ok::<_, std::io::Error>(())
@@ -289,7 +296,7 @@ impl Driver<'_> {
                     return Err(TeleportError::Protocol(text));
                 }
                 DriverEvent::Machine(Event::Want(want)) => {
-                    let want = self.not_known(want);
+                    let want = self.not_taken(want);
                     if !want.runs.is_empty() {
                         self.step(Event::Want(want))?;
                     }
@@ -479,13 +486,10 @@ impl Driver<'_> {
         is_known && index >= self.prepared.machine.next_batch()
     }
 
-    /// Those of wanted blocks that do not come from the old copy of the disk.
-    fn not_known(&self, want: Want) -> Want {
-        let Some(known) = &self.known else {
-            return want;
-        };
+    /// Those of wanted blocks that are not still to be taken from the old copy of the disk.
+    fn not_taken(&self, want: Want) -> Want {
         let blocks = want.runs.blocks();
-        let runs = blocks.filter(|block| !known.have.has(block / BATCH_BLOCKS));
+        let runs = blocks.filter(|block| !self.is_taken(block / BATCH_BLOCKS));
         Want {
             runs: runs.collect(),
             ..want
@@ -581,10 +585,8 @@ impl Driver<'_> {
         let there = kept.as_ref();
         let there = there.map_or(0, |kept| kept.there.count() + kept.old.count());
         let takes = batch.data.count().saturating_sub(there) * BLOCK_SIZE_U64;
-        if takes > 0 && !self.site.has_room(takes) {
-            // Others may have taken what there was when the image was admitted.
-            check_room(self.site, takes, 0)?;
-        }
+        // Others may have taken what there was when the image was admitted.
+        ensure_room(self.site, takes)?;
         self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
         self.lap.busy(&self.prepared.incoming.stages.log);

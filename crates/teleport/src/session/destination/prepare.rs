@@ -337,6 +337,17 @@ fn admit(
     check_room(site, size.saturating_sub(there), site.promised_bytes(key))
 }
 
+/// As [`check_room`] for bytes that are about to be written; quick where there is plenty.
+///
+/// # Errors
+/// When there is no room for them.
+pub fn ensure_room(site: &Site, bytes: u64) -> Result<(), TeleportError> {
+    match bytes == 0 || site.has_room(bytes) {
+        true => Ok(()),
+        false => check_room(site, bytes, 0),
+    }
+}
+
 /// Fails unless the disk has so much space beside what it keeps free and what was promised to others.
 pub fn check_room(site: &Site, bytes: u64, promised: u64) -> Result<(), TeleportError> {
     // Cached data gives way to the incoming image.

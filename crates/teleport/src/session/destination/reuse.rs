@@ -10,6 +10,7 @@ use drover_store::DataBits;
 use drover_store::sequences::{From, Sequences};
 
 use super::event::{DriverEvent, Kept};
+use super::prepare::ensure_room;
 use super::taken::Known;
 use crate::TeleportError;
 use crate::codec::Batch;
@@ -69,7 +70,7 @@ pub fn work(
                     failed,
                 })
             }),
-            Work::Compare(with) => compare(image, &with, &mut lap).map(|kept| {
+            Work::Compare(with) => compare(site, image, &with, &mut lap).map(|kept| {
                 let index = with.batch.index;
                 DriverEvent::Compared { index, kept }
             }),
@@ -82,7 +83,12 @@ pub fn work(
 }
 
 /// Finds which data blocks of a batch are in place, and brings those into place that the old copy has there.
-fn compare(image: &Incoming, with: &Comparison, lap: &mut Lap) -> Result<Kept, TeleportError> {
+fn compare(
+    site: &Site,
+    image: &Incoming,
+    with: &Comparison,
+    lap: &mut Lap,
+) -> Result<Kept, TeleportError> {
     let batch = &*with.batch;
     let none = || DataBits::new(batch.digests.len() as u64);
     let there = match with.part {
@@ -90,7 +96,11 @@ fn compare(image: &Incoming, with: &Comparison, lap: &mut Lap) -> Result<Kept, T
         false => none(),
     };
     let old = match &with.known {
-        Some(known) => known.bring(image, batch, &there, lap)?,
+        Some(known) => {
+            let brings = (batch.digests.len() as u64).saturating_sub(there.count());
+            ensure_room(site, brings * BLOCK_SIZE_U64)?;
+            known.bring(image, batch, &there, lap)?
+        }
         None => none(),
     };
     Ok(Kept { there, old })

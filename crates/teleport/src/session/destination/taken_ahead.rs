@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use drover_core::BLOCK_SIZE_U64;
 use parking_lot::{Condvar, Mutex};
 
-use super::prepare::check_room;
+use super::prepare::ensure_room;
 use super::taken::{Known, Taken};
 use crate::TeleportError;
 use crate::protocol::BATCH_BLOCKS;
@@ -82,9 +82,15 @@ impl TakenAhead {
             shared,
             threads: Vec::new(),
         };
+        let runtime = tokio::runtime::Handle::try_current().ok();
         for _ in 0..THREADS {
             let (site, shared, into) = (site.clone(), taken.shared.clone(), into.clone());
-            let body = move || work(&site, &shared, &into, compare);
+            let runtime = runtime.clone();
+            let body = move || {
+                // Making room may ask a teleporter on another machine.
+                let _entered = runtime.as_ref().map(|r| r.enter());
+                work(&site, &shared, &into, compare);
+            };
             let thread = std::thread::Builder::new().name("take".into());
             taken.threads.push(thread.spawn(body)?);
         }
@@ -143,11 +149,7 @@ impl Shared {
 fn work(site: &Site, shared: &Shared, into: &Incoming, compare: bool) {
     let _panicking = Panicking(shared);
     while let Some(index) = shared.begin() {
-        let takes = BATCH_BLOCKS * BLOCK_SIZE_U64;
-        let room = match site.has_room(takes) {
-            true => Ok(()),
-            false => check_room(site, takes, 0),
-        };
+        let room = ensure_room(site, BATCH_BLOCKS * BLOCK_SIZE_U64);
         let taken = room.and_then(|()| shared.known.take(index, into, compare));
         shared.state.lock().done.insert(index, taken);
         shared.changed.notify_all();
