@@ -21,6 +21,7 @@ use drover_agent::machines::{
 };
 use drover_agent::replicas::{FailOver, ForgetReplica};
 use drover_agent::serve::{GetMetrics, GetStatus, Pair};
+use drover_agent::vaults::OpenVault;
 use drover_agent::{changes, mounts};
 use drover_core::ImageName;
 use drover_migrate::protocol::{
@@ -198,6 +199,7 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
             spec: None,
         }),
         encode_call(&MeasureLink),
+        encode_call(&OpenVault {}),
         encode_call(&TellGenerations {
             machine: of(),
             token: Token([1; 16]),

@@ -105,19 +105,20 @@ fn work(
     let (mut pace, mut claimed) = (Pace::default(), 0);
     for claim in claims {
         // Alone it need not leave anything to others.
-        let takes_turns = site.has_siblings(flock);
-        while takes_turns {
-            // Before what is to come is looked at, which plans add to.
-            let is_planned = flow.planned.load(Ordering::Acquire) >= claimed;
-            let came = flow.came.load(Ordering::Acquire);
-            let coming = flow.coming.load(Ordering::Acquire);
-            if pace.may(Instant::now(), came, coming) && is_planned {
-                break;
+        if site.has_siblings(flock) {
+            loop {
+                // Before what is to come is looked at, which plans add to.
+                let is_planned = flow.planned.load(Ordering::Acquire) >= claimed;
+                let came = flow.came.load(Ordering::Acquire);
+                let coming = flow.coming.load(Ordering::Acquire);
+                if pace.may(Instant::now(), came, coming) && is_planned {
+                    break;
+                }
+                if events.is_closed() {
+                    return;
+                }
+                std::thread::sleep(LOOK_EVERY);
             }
-            if events.is_closed() {
-                return;
-            }
-            std::thread::sleep(LOOK_EVERY);
         }
         let Claim {
             batch,

@@ -63,14 +63,14 @@ fn receive(seed: u64, nodes: usize) -> (Vec<u64>, u64, f64) {
                     }
                     let end = (image.next + BATCH).min(length);
                     for unit in image.next..end {
-                        match claimed.get_mut(unit) {
-                            Some(_) if there[unit] => image.here += 1,
-                            Some(true) => image.waits.push(unit),
-                            Some(new) => {
+                        match (claimed.get_mut(unit), there.get(unit)) {
+                            (Some(_), Some(true)) => image.here += 1,
+                            (Some(true), _) => image.waits.push(unit),
+                            (Some(new), _) => {
                                 *new = true;
                                 image.asked.push_back((now + trip, unit));
                             }
-                            None => image.asked.push_back((now + trip, unit)),
+                            (None, _) => image.asked.push_back((now + trip, unit)),
                         }
                     }
                     image.next = end;
