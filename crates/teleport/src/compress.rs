@@ -131,16 +131,21 @@ impl Packer {
 
 /// Whether a sample of the frame is compressible. Incompressible data (media, archives, encrypted data) would cost
 /// time and push useful history out of the window.
+///
+/// Each block of the sample is compressed by itself: together, a text would get the statistics of the noise beside it.
 fn shrinks(blocks: &[u8]) -> io::Result<bool> {
     if blocks.len() < PROBE_BYTES {
         return Ok(true);
     }
-    let mut sample = Vec::with_capacity(PROBE_BYTES);
     let pieces = PROBE_BYTES / BLOCK_SIZE;
     let apart = blocks.len() / BLOCK_SIZE / pieces * BLOCK_SIZE;
-    (0..pieces).for_each(|i| sample.extend_from_slice(&blocks[i * apart..i * apart + BLOCK_SIZE]));
-    let packed = zstd::bulk::compress(&sample, 1)?;
-    Ok(packed.len() < PROBE_BYTES / 256 * WORTHWHILE)
+    let mut compressor = zstd::bulk::Compressor::new(1)?;
+    let mut packed = 0;
+    for sample in blocks.chunks(apart).take(pieces) {
+        let sample = &sample[..BLOCK_SIZE];
+        packed += compressor.compress(sample)?.len().min(BLOCK_SIZE);
+    }
+    Ok(packed < PROBE_BYTES / 256 * WORTHWHILE)
 }
 
 /// The receiving end of a connection.
@@ -275,6 +280,26 @@ mod tests {
             let mut out = vec![0u8; 4 * BLOCK_SIZE];
             prop_assert!(Unpacker::default().unpack(packing, &bytes, &mut out).is_err());
         }
+    }
+
+    #[test]
+    fn text_between_what_does_not_compress_is_compressed() {
+        let mut rng = fastrand::Rng::with_seed(5);
+        let text = FRAME_BLOCKS / 4 * BLOCK_SIZE;
+        let mut frame = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
+        rng.fill(&mut frame);
+        // Noise before it, or behind it; every word is used once in a block.
+        for at in [0, text, 3 * text] {
+            let mut frame = frame.clone();
+            frame[at..at + text].fill_with(|| b'a' + rng.u8(..26));
+            let mut packed = Vec::new();
+            let packing = Packer::new(20).pack(&frame, Effort::Zstd(2), &mut packed);
+            assert_eq!(packing.unwrap(), Packing::ZstdNew);
+            assert!(frame.len() - packed.len() > text / 4, "{}", packed.len());
+        }
+        let mut packed = Vec::new();
+        let packing = Packer::new(20).pack(&frame, Effort::Zstd(2), &mut packed);
+        assert_eq!(packing.unwrap(), Packing::Plain);
     }
 
     #[test]
