@@ -154,7 +154,7 @@ impl Libvirt {
         let xml = format!(
             "<domain type='qemu'><name>web</name><uuid>5e8b2a4c-0f4e-4d7a-9d55-3d1f0a1c7e60</uuid><memory unit='MiB'>97</memory><vcpu>1</vcpu>
             <os><type arch='x86_64' machine='pc-i440fx-7.2'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
-            <cmdline>console=ttyS0 quiet panic=-1 mitigations=off nokaslr {parameters}</cmdline></os>
+            <cmdline>console=ttyS0 quiet panic=-1 mitigations=off {parameters}</cmdline></os>
             <cpu mode='custom' match='exact'><model>qemu64</model></cpu><devices>
             <emulator>/usr/bin/qemu-system-x86_64</emulator>{disks}
             <serial type='unix'><source mode='bind' path='{directory}/web.console'/><log file='{directory}/web.log' append='on'/>

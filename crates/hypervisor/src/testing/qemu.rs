@@ -52,7 +52,7 @@ impl Launch {
         );
         Launch {
             arguments: fixed.split(' ').map(str::to_owned).collect(),
-            kernel: "console=ttyS0 quiet panic=-1 mitigations=off nokaslr".into(),
+            kernel: "console=ttyS0 quiet panic=-1 mitigations=off".into(),
         }
     }
 

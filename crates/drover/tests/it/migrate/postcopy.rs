@@ -359,7 +359,7 @@ async fn writes_faster_than_the_link(test: &str, options: &[&str]) -> Option<Val
     tokio::time::sleep(Duration::from_secs(2)).await;
     let records = here.said("beat").unwrap() - begun;
     let rate = records as f64 * 4096.0 / writing.elapsed().as_secs_f64();
-    let limit = format!("{}", (rate * 0.7) as u64);
+    let limit = format!("{}", (rate * 0.5) as u64);
     let options = [&["--limit", &limit], options].concat();
     let done = Moving::begin(&sites, "near", "far", &options).done();
     println!("{rate} bytes/s written; {done}");
