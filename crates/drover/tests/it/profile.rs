@@ -319,7 +319,7 @@ fn a_profile_is_sent_along_and_prefetched_by() {
     let options = ["--read-only", "--window", "128K", "--give-up-after", "4s"];
     let socket = m.export("web.raw", &options);
     until("some of it is here", || {
-        m.disk()["received"].as_u64().unwrap() > 3 << 20
+        m.disk()["received"].as_u64().unwrap() > 12 << 20
     });
     // A slow link is no silent one: what waits behind others on it is not taken for lost.
     let logs = fs::read_dir(m.world.path("near/mounts")).unwrap();

@@ -3,6 +3,8 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
+use serde_json::Value;
+
 use super::{Mounts, can_mount, text};
 use crate::world::{signal, until};
 
@@ -170,7 +172,12 @@ fn a_stopped_daemon_is_distinguished_from_a_dead_one() {
     let process = m.list()[0]["process"].as_u64().unwrap();
     let process = u32::try_from(process).unwrap();
     signal(process, "STOP");
-    let row = m.list().remove(0);
+    // A signal takes a moment to stop all its threads.
+    let mut row = Value::Null;
+    until("it is silent", || {
+        row = m.list().remove(0);
+        row["state"] != "up"
+    });
     signal(process, "CONT");
     assert_eq!(row["state"], "silent", "{row}");
     assert_eq!(row["process"], u64::from(process));
