@@ -63,6 +63,16 @@ impl Sites {
         })
     }
 
+    /// The sites `near` and `far`, for the machines `web` and `db`.
+    fn of_two_machines(test: &str) -> Option<Sites> {
+        let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
+        let says = |world: &World, home: &str| {
+            let [web, db] = ["web", "db"].map(|name| world.path(&format!("{name}-{home}.qmp")));
+            format!("incoming = {web:?}\n[machines.db]\nincoming = {db:?}")
+        };
+        Self::expecting(test, World::new(), &homes, says)
+    }
+
     /// The same, where the table of the machine at each says this.
     fn expecting(
         test: &str,
@@ -285,12 +295,7 @@ async fn all_machines_of_a_host_move() {
 #[tokio::test(flavor = "multi_thread")]
 async fn two_machines_of_a_host_without_a_site_move_at_once() {
     let test = "two_machines_of_a_host_without_a_site_move_at_once";
-    let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
-    let says = |world: &World, home: &str| {
-        let [web, db] = ["web", "db"].map(|name| world.path(&format!("{name}-{home}.qmp")));
-        format!("incoming = {web:?}\n[machines.db]\nincoming = {db:?}")
-    };
-    let Some(mut sites) = Sites::expecting(test, World::new(), &homes, says) else {
+    let Some(mut sites) = Sites::of_two_machines(test) else {
         return;
     };
     let site = sites.site("near");
@@ -328,12 +333,7 @@ async fn two_machines_of_a_host_without_a_site_move_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn one_machine_of_an_evacuation_is_given_up() {
     let test = "one_machine_of_an_evacuation_is_given_up";
-    let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
-    let says = |world: &World, home: &str| {
-        let [web, db] = ["web", "db"].map(|name| world.path(&format!("{name}-{home}.qmp")));
-        format!("incoming = {web:?}\n[machines.db]\nincoming = {db:?}")
-    };
-    let Some(sites) = Sites::expecting(test, World::new(), &homes, says) else {
+    let Some(sites) = Sites::of_two_machines(test) else {
         return;
     };
     let (mut here, mut there) = (Vec::new(), Vec::new());

@@ -293,8 +293,7 @@ impl Site {
         out
     }
 
-    /// Whether it is not known that some of these blocks of an image are not in place: those of a transfer that has stopped are lost until it
-    /// goes on.
+    /// Whether none of these blocks of an image is known to be missing, as some of a transfer that has stopped are.
     pub(crate) fn is_whole(&self, (image, first, count): &RunOf) -> bool {
         self.partials.is_whole(*image, *first, u64::from(*count))
     }

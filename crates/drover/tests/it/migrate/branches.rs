@@ -27,12 +27,7 @@ async fn is_whole(machine: &mut Qemu) {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_old_copy_of_a_machine_is_run_beside_it() {
     let test = "the_old_copy_of_a_machine_is_run_beside_it";
-    let homes = ["near", "far"].map(|home| (home, own_address(), &[][..]));
-    let says = |world: &World, home: &str| {
-        let [web, db] = ["web", "db"].map(|name| world.path(&format!("{name}-{home}.qmp")));
-        format!("incoming = {web:?}\n[machines.db]\nincoming = {db:?}")
-    };
-    let Some(sites) = Sites::expecting(test, World::new(), &homes, says) else {
+    let Some(sites) = Sites::of_two_machines(test) else {
         return;
     };
     let mut here = sites.start("near").await;
