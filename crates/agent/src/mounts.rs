@@ -12,7 +12,7 @@
 //! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
 //! - `profiling`: recording what is read first, and prefetching by it.
-//! - `launches`: images in transit that are used. `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
+//! - `launches`: images in transit that are used. `nearby`: images of this site, which mounts read from their files. `leases`, `in_use`: leases of this site's images. `standby`: a mount that waits for the write lease; `lease`: calls about it.
 
 mod cached;
 mod connector;
@@ -33,6 +33,7 @@ mod left;
 mod leftovers;
 mod local;
 mod moving;
+mod nearby;
 pub mod of_machine;
 mod profiling;
 mod record;

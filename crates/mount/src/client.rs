@@ -128,6 +128,12 @@ impl Client {
         self.inner.latest.load(Ordering::Acquire)
     }
 
+    /// Whether the link is up, as far as is known.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        matches!(self.inner.state.lock().link, Link::Up(_))
+    }
+
     /// The image's state when it was mounted.
     #[must_use]
     pub fn identity(&self) -> Identity {

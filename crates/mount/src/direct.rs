@@ -17,8 +17,10 @@ use crate::compress::Unpacker;
 use crate::protocol::{Coding, DirectCapabilities, MAX_DIRECT, Reply, Request};
 
 mod changing;
+mod near;
 
 use changing::Changes;
+pub use near::{Near, NearDevice};
 
 /// Decompressors kept for reuse.
 const SPARE_UNPACKERS: usize = 8;

@@ -194,6 +194,38 @@ impl LeaseSeen {
     }
 }
 
+/// A mount on the host that has the image asks which parts of it were written over, so that it can read the others by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookAtChanges {
+    /// The image.
+    pub image: ImageName,
+    /// The mount, which has a connection.
+    pub mount: MountId,
+}
+
+request!(LookAtChanges: "mount.changes", Manage, () => ChangesSeen);
+
+/// The reply to [`LookAtChanges`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangesSeen {
+    /// The digest of the image that is open, without what was written over it, or what stands for it.
+    pub digest: Digest,
+    /// Bytes of the units in which parts are given.
+    pub unit: u64,
+    /// The parts that differ from that image, or may: first unit and number of units. At most [`MAX_RUNS`].
+    pub changed: Vec<(u64, u64)>,
+}
+
+impl ChangesSeen {
+    /// The byte ranges that differ, or may.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        self.changed.iter().map(|&(first, count)| {
+            let start = first.saturating_mul(self.unit);
+            start..start.saturating_add(count.saturating_mul(self.unit))
+        })
+    }
+}
+
 /// The holder of a write lease hands it over to a mount that stands by. It has pushed and flushed all that it has written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HandOverLease {

@@ -18,6 +18,7 @@ mod points;
 mod pool;
 pub(crate) mod queue;
 mod recording;
+mod seen;
 mod settler;
 mod standing;
 pub(crate) mod unit;

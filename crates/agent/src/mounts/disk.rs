@@ -33,7 +33,7 @@ use super::site_images::OwnConnector;
 use super::snapshots::Holder;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
-use super::{known, launches, local};
+use super::{known, launches, local, nearby};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::machines::may_be_written;
@@ -182,9 +182,16 @@ impl Disk {
             if how.launch {
                 launches::hold(&mut options);
             }
-            let client = Client::open(&Handle::current(), connector, options).await;
+            let client = Client::open(&Handle::current(), Arc::clone(&connector), options).await;
             let client = Arc::new(client.map_err(|e| unopened(e, image))?);
-            let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build()?;
+            let stack = match image.is_own() {
+                true => {
+                    let (of, mount) = (home_of(home, image)?, mount_id(record, index));
+                    Stack::over(nearby::device(&of, &connector, image, mount, &client)?)
+                }
+                false => Stack::over(RemoteDevice::new(Arc::clone(&client))),
+            };
+            let stack = stack.build()?;
             let lease = Some(lease);
             if !image.is_own() || how.read_only {
                 let disk = Disk::new(image, mode, stack.device, Kind::Direct(client));

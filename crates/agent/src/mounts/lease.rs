@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_mount::client::Connector;
-use drover_mount::protocol::{HandOverLease, LeaseSeen, LookAtLease};
+use drover_mount::protocol::{ChangesSeen, HandOverLease, LeaseSeen, LookAtChanges, LookAtLease};
 use drover_net::service::Request;
 use drover_net::{Code, PeerKey};
 use drover_store::lease::{HandOverToken, MountId};
@@ -77,6 +77,18 @@ impl Lease {
             image: self.image.clone(),
             mount: self.mount,
             point,
+        };
+        self.ask(&look).await
+    }
+
+    /// What was written over the image.
+    ///
+    /// # Errors
+    /// The site's refusal, or it cannot be reached.
+    pub async fn changes(&self) -> Result<ChangesSeen> {
+        let look = LookAtChanges {
+            image: self.image.clone(),
+            mount: self.mount,
         };
         self.ask(&look).await
     }

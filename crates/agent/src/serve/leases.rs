@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use drover_mount::protocol::{HandOverLease, LeaseSeen, LookAtLease};
+use drover_mount::protocol::{ChangesSeen, HandOverLease, LeaseSeen, LookAtChanges, LookAtLease};
 use drover_mount::server::WhyBroken;
 use drover_net::Refusal;
 use drover_net::service::{Exchange, Handler, Peer};
@@ -44,6 +44,17 @@ impl Handler<LookAtLease> for OfSite {
         _: &mut Exchange<'_, LookAtLease>,
     ) -> Result<LeaseSeen, Refusal> {
         self.domain.devices.look_at_lease(peer, ask).await
+    }
+}
+
+impl Handler<LookAtChanges> for OfSite {
+    async fn handle(
+        &self,
+        peer: &Peer,
+        ask: LookAtChanges,
+        _: &mut Exchange<'_, LookAtChanges>,
+    ) -> Result<ChangesSeen, Refusal> {
+        self.domain.devices.look_at_changes(peer, ask).await
     }
 }
 

@@ -108,6 +108,7 @@ fn for_site(services: &mut Services, server: &Arc<Server>) {
     services.handle::<crate::mounts::ListLaunches>(site.clone());
     services.handle::<crate::mounts::ListLeases>(Common(Arc::clone(server)));
     services.handle::<drover_mount::protocol::LookAtLease>(site.clone());
+    services.handle::<drover_mount::protocol::LookAtChanges>(site.clone());
     services.handle::<drover_mount::protocol::HandOverLease>(site.clone());
     services.handle::<drover_migrate::replica::protocol::BeginRound>(site.clone());
     services.handle::<drover_migrate::replica::protocol::CompleteRound>(site.clone());

@@ -29,7 +29,7 @@ use drover_migrate::protocol::{
     TellGenerations,
 };
 use drover_migrate::replica::protocol::{BeginRound, CompleteRound, TellPoint};
-use drover_mount::protocol::{HandOverLease, LookAtLease};
+use drover_mount::protocol::{HandOverLease, LookAtChanges, LookAtLease};
 use drover_net::service::{self, Request, encode_call, kind};
 use drover_net::{
     Code, ConnectOptions, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Role,
@@ -287,6 +287,10 @@ fn every_call() -> Vec<(Vec<u8>, bool)> {
         }),
         encode_call(&ForgetReplica { name: of() }),
         encode_call(&mounts::ListLaunches),
+        encode_call(&LookAtChanges {
+            image: of(),
+            mount: MountId([1; 16]),
+        }),
         encode_call(&mounts::ListLeases),
         encode_call(&mounts::BreakLease { name: of() }),
     ];

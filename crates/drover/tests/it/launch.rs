@@ -288,6 +288,23 @@ fn whatever_dies_a_machines_writes_are_there_and_the_image_arrives() {
     client.flush().unwrap();
     now[1 << 20..][..4096].fill(8);
 
+    // Nor is it removed or sent anew while its machine runs.
+    assert_ne!(sent.far(&["rm", "big.raw", "--yes"]).code, Some(0));
+
+    // By now what nobody wrote is read from the image itself, also while the site does nothing.
+    let (at, length) = (4 * BATCH, 256 << 10);
+    until("the image is read from its file", || {
+        let before = sent.disk()["received"].as_u64();
+        assert!(client.read(at as u64, length).unwrap() == now[at..at + length]);
+        sent.disk()["received"].as_u64() < before.map(|before| before + length as u64)
+    });
+    let site = sent.far.as_ref().unwrap();
+    site.signal("STOP");
+    let read = client.read(5 * BATCH as u64, length);
+    site.signal("CONT");
+    assert!(read.unwrap() == now[5 * BATCH..][..length]);
+    assert!(client.read(0, 1 << 20).unwrap() == now[..1 << 20]);
+
     // The site comes back once more: it is the same image.
     sent.kill_site();
     sent.start_site();

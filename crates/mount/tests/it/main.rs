@@ -10,6 +10,7 @@ mod killed;
 mod lease;
 mod local_stub;
 mod managed;
+mod nearby;
 mod offline;
 mod push;
 mod real;
