@@ -135,7 +135,10 @@ fn compare_with_part(
         let mut full = open.full.lock();
         for (i, digest) in found.into_iter().enumerate() {
             if digest.short() == batch.digests[i] {
-                full[i] = digest;
+                // A block that a machine waited for may have come meanwhile, another one with the same short digest perhaps.
+                if full[i] == Digest::default() {
+                    full[i] = digest;
+                }
                 blocks.set(i as u64);
             }
         }
@@ -241,5 +244,60 @@ fn copy(
             Ok(())
         }
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use drover_core::{BLOCK_SIZE, Head};
+    use drover_image::Layout;
+    use drover_storage::{HostDisk, SyncedFile};
+
+    use super::*;
+    use crate::session::literals_in::OpenBatch;
+
+    /// What a machine waited for came while the batch was compared with what was in its place: two blocks with one short digest.
+    #[test]
+    fn what_was_in_the_place_of_a_block_does_not_count_once_that_has_come() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image.part");
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .unwrap();
+        file.write_all_at(&[7; 2 * BLOCK_SIZE], 0).unwrap();
+        let there = Digest(*blake3::hash(&[7; BLOCK_SIZE]).as_bytes());
+        let mut twin = there;
+        twin.0[31] ^= 1;
+        assert_eq!(there.short(), twin.short());
+        let mut data = DataBits::new(2);
+        (0..2).for_each(|i| data.set(i));
+        let batch = Batch::new(0, data, vec![Head::No; 2], &[twin, there]);
+        let batch = Arc::new(batch);
+        let bytes = 2 * BLOCK_SIZE_U64;
+        let layout = Layout::in_file_order(bytes, std::slice::from_ref(&(0..bytes)));
+        let (events, _events) = tokio::sync::mpsc::channel(1);
+        let image = Incoming {
+            slot: 0,
+            layout: Arc::new(layout),
+            part: Arc::new(SyncedFile::new(file, Arc::new(HostDisk))),
+            part_path: path,
+            open: Default::default(),
+            events,
+            stages: Arc::default(),
+            activity: Arc::default(),
+            flow: Arc::default(),
+        };
+        let open = Arc::new(OpenBatch::new(Arc::clone(&batch)));
+        image.open.write().insert(0, Arc::clone(&open));
+        // The twin has come, and is about to be written.
+        open.full.lock()[0] = twin;
+        let kept = compare_with_part(&image, &batch, &mut Lap::start()).unwrap();
+        assert_eq!(kept.count(), 2);
+        assert_eq!(*open.full.lock(), [twin, there]);
     }
 }

@@ -142,13 +142,17 @@ impl Known {
                 }
                 let mut found = Vec::with_capacity(blocks);
                 digest_blocks(slab, &mut found);
-                let same = |n: &usize| found[*n].short() == batch.digests[here[*n] as usize];
+                // Held until they are written: a block that comes meanwhile is written after them, and what has come is left alone.
+                let mut full = open.full.lock();
+                let same = |n: &usize| {
+                    let i = here[*n] as usize;
+                    found[*n].short() == batch.digests[i] && full[i] == Digest::default()
+                };
                 for run in runs_where(blocks, same) {
                     let bytes = &slab[run.start * BLOCK_SIZE..run.end * BLOCK_SIZE];
                     let to = BlockIndex(first + at + run.start as u64);
                     write_walk(&into.part, &into.layout, to, bytes)
                         .map_err(TeleportError::file("write", &into.part_path))?;
-                    let mut full = open.full.lock();
                     for n in run {
                         full[here[n] as usize] = found[n];
                         brought.set(here[n]);
