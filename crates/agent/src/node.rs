@@ -20,6 +20,7 @@ use drover_teleport::services::{ClaimBlocks, LookAt, Looks};
 use drover_teleport::{Claimed, FENCED, NotHeld, Others};
 use parking_lot::{Condvar, Mutex};
 use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::Notify;
 
 use siblings::Siblings;
 
@@ -76,6 +77,8 @@ pub struct Node {
     mounted: Mutex<HashMap<(String, ImageName), Mounted>>,
     /// Called when something was taken over from another node.
     took_over: Mutex<Option<Box<Told>>>,
+    /// Notified when others may have changed the database.
+    changes: Notify,
     ended: Mutex<bool>,
     wake: Condvar,
 }
@@ -149,6 +152,7 @@ impl Node {
             owed: Mutex::default(),
             mounted: Mutex::new(mounted),
             took_over: Mutex::default(),
+            changes: Notify::new(),
             ended: Mutex::new(false),
             wake: Condvar::new(),
             setting,
@@ -203,6 +207,16 @@ impl Node {
     /// Has `f` called whenever something was taken over from another node.
     pub fn on_take_over(&self, f: impl Fn() + Send + Sync + 'static) {
         *self.took_over.lock() = Some(Box::new(f));
+    }
+
+    /// Says that others may have changed the database.
+    pub fn tell_of_changes(&self) {
+        self.changes.notify_one();
+    }
+
+    /// Waits until others may have changed the database since the last time. Cancel safe.
+    pub async fn told_of_changes(&self) {
+        self.changes.notified().await;
     }
 
     /// What the site of a domain agrees on with other nodes.

@@ -103,6 +103,7 @@ pub async fn follow(server: Arc<Server>) {
             _ = wait => false,
             () = gone.notified() => true,
         };
+        node.tell_of_changes();
         let sites = sites(&server);
         let work = move || {
             for site in sites {

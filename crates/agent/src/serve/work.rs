@@ -25,6 +25,9 @@ use crate::signals::stopped;
 /// How often a node looks for work, and tells of what it does.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
+/// How often it looks whether an image has arrived, and only waits for its delivery: then it takes the next one.
+const ARRIVED_EVERY: Duration = Duration::from_millis(50);
+
 /// Upper bound on the images that a node sends at once.
 const MAX_AT_ONCE: usize = 8;
 
@@ -75,11 +78,10 @@ impl<N> Doing<N> {
 
     /// The jobs of which it sends enough images. While these wait, it sends more.
     fn full(&self) -> Vec<String> {
-        let of = |job: &String| self.units.iter().filter(|u| u.taken.job == *job).count();
-        let full = self
-            .units
-            .iter()
-            .filter(|unit| of(&unit.taken.job) >= unit.at_once);
+        // What has arrived takes nothing of the link any more.
+        let sent = || self.units.iter().filter(|unit| !unit.has_arrived());
+        let of = |job: &String| sent().filter(|u| u.taken.job == *job).count();
+        let full = sent().filter(|unit| of(&unit.taken.job) >= unit.at_once);
         match self.idle {
             true => Vec::new(),
             false => full.map(|unit| unit.taken.job.clone()).collect(),
@@ -91,6 +93,11 @@ impl<N> Doing<N> {
         let grown: u64 = self.units.iter().map(|unit| unit.grown()).sum();
         let has_begun = |unit: &Arc<Unit<N>>| unit.said().started.is_some();
         self.idle = self.units.iter().all(has_begun) && grown < IDLE_BYTES;
+    }
+
+    /// How many images have arrived, and wait for their delivery.
+    fn arrived(&self) -> usize {
+        self.units.iter().filter(|unit| unit.has_arrived()).count()
     }
 
     fn end(&mut self, at: &(String, i64)) {
@@ -133,6 +140,8 @@ pub async fn work(server: Arc<Server>) {
     let mut running: JoinSet<(String, i64)> = JoinSet::new();
     let mut doing = Doing::default();
     let mut looks = tokio::time::interval(LOOK_EVERY);
+    let mut ends = tokio::time::interval(ARRIVED_EVERY);
+    ends.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let mut has_taken = false;
         if node.takes_work() && doing.units.len() < MAX_AT_ONCE {
@@ -156,8 +165,16 @@ pub async fn work(server: Arc<Server>) {
         if has_taken {
             continue;
         }
+        let arrived = doing.arrived();
+        let one_more = async {
+            while doing.arrived() <= arrived {
+                ends.tick().await;
+            }
+        };
         tokio::select! {
             () = stopped(&mut stop) => break,
+            () = one_more, if arrived < doing.units.len() => {}
+            () = node.told_of_changes() => {}
             _ = looks.tick() => doing.look(),
             Some(ended) = running.join_next() => match ended {
                 Ok(at) => doing.end(&at),
@@ -185,6 +202,12 @@ impl<N> Unit<N> {
 
     fn say(&self, change: impl FnOnce(&mut UnitSaid)) {
         change(&mut self.said());
+    }
+
+    /// Whether all of it is at the destination, which has to make it durable and to name it.
+    fn has_arrived(&self) -> bool {
+        let walk_blocks = self.said().started.map_or(0, |started| started[0]);
+        walk_blocks > 0 && Counters::get(&self.counters.done_blocks) >= walk_blocks
     }
 
     /// Bytes that were sent since this was asked for the last time.
@@ -463,9 +486,8 @@ mod tests {
         assert!(addresses.contains(&known[0]), "{addresses:?}");
     }
 
-    #[test]
-    fn an_image_that_ends_does_not_make_the_others_idle() {
-        let order = JobOrder {
+    fn order(at_once: u32) -> JobOrder {
+        JobOrder {
             flock: drover_core::ImageName::new("shop").unwrap(),
             id: [3; 16],
             peer: drover_net::PeerKey([4; 32]),
@@ -475,8 +497,13 @@ mod tests {
             connections: None,
             compress: None,
             give_up_after: Duration::ZERO,
-            at_once: 2,
-        };
+            at_once,
+        }
+    }
+
+    #[test]
+    fn an_image_that_ends_does_not_make_the_others_idle() {
+        let order = order(2);
         let taken = |nth| TakenUnit {
             job: "j".into(),
             order: order.encode(),
@@ -508,5 +535,29 @@ mod tests {
         // While both wait, there may be more.
         doing.look();
         assert!(doing.idle && doing.full().is_empty());
+    }
+
+    #[test]
+    fn what_has_arrived_makes_room_for_the_next() {
+        let order = order(1);
+        let taken = |nth| TakenUnit {
+            job: "j".into(),
+            order: order.encode(),
+            nth,
+            item: Vec::new(),
+            nodes: (1, 0),
+        };
+        let (mut doing, node) = (Doing::default(), Arc::new(()));
+        let unit = doing.add(&node, taken(0));
+        assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
+        unit.say(|said| said.started = Some([100, 0, 0, 0]));
+        unit.counters.done_blocks.store(99, Ordering::Relaxed);
+        assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
+        unit.counters.done_blocks.store(100, Ordering::Relaxed);
+        assert_eq!((doing.full(), doing.arrived()), (Vec::new(), 1));
+        doing.add(&node, taken(1));
+        assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 1));
+        doing.end(&unit.place());
+        assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
     }
 }

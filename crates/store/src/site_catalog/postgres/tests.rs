@@ -482,7 +482,12 @@ fn units_of_work_are_taken_once_and_again_when_their_node_is_gone() {
     for (n, token) in tokens.iter().enumerate() {
         tables[n].join(&joining(&format!("n{n}"), token)).unwrap();
     }
+    // The others hear of it.
+    tables[1].wait_for_change(Duration::ZERO);
     tables[0].begin_job("j", b"order", &items, term).unwrap();
+    let began = Instant::now();
+    tables[1].wait_for_change(DAY);
+    assert!(began.elapsed() < Duration::from_secs(3600));
     let taken: Vec<Vec<i64>> = thread::scope(|s| {
         let take = |n: usize| {
             let (table, mut doing) = (&tables[n], Vec::new());

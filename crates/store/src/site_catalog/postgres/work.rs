@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use rusqlite::types::Value;
 
+use super::listen::CHANNEL;
 use super::nodes::{ServerTable, must_be_in, number, rows_of, text, word};
 use crate::catalog_error::Result;
 use crate::nodes::{
@@ -78,6 +79,8 @@ impl ServerTable {
                 ];
                 rows_of(open, sql, values)?;
             }
+            // Delivered when it is committed.
+            open.execute(&format!("NOTIFY {CHANNEL}, 'work'"))?;
             Ok((true, ()))
         })
     }
