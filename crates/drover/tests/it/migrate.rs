@@ -631,7 +631,7 @@ async fn clocks_that_are_apart_change_nothing() {
 }
 
 /// The library that gives programs another clock.
-fn fake_time() -> Option<String> {
+pub fn fake_time() -> Option<String> {
     let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
     let found = libraries.map(|entry| entry.path().join("faketime/libfaketimeMT.so.1"));
     let found = found.into_iter().find(|path| path.exists())?;

@@ -9,6 +9,7 @@ use std::process::{Child, Stdio};
 use drover_store::testing::PostgresServer;
 use serde_json::Value;
 
+use crate::migrate::fake_time;
 use crate::mount::client::Client;
 use crate::world::{Site, World, own_address, same, signal, until, wait};
 
@@ -52,6 +53,22 @@ impl Cluster {
     fn serve(&self, home: &str) -> Site {
         let address = own_address().to_string();
         self.world.process(home, &["serve", "--listen", &address])
+    }
+
+    /// The same with a clock that is an hour ahead, if there is what gives it one.
+    fn serve_an_hour_ahead(&self, home: &str) -> Site {
+        let Some(library) = fake_time() else {
+            println!("SKIP nodes whose clocks are apart: no libfaketime (Debian: faketime)");
+            return self.serve(home);
+        };
+        let address = own_address().to_string();
+        let clock = [
+            ("LD_PRELOAD", library.as_str()),
+            ("FAKETIME", "+1h"),
+            ("DONT_FAKE_MONOTONIC", "1"),
+        ];
+        let args = ["serve", "--listen", &address];
+        self.world.process_with(home, &args, &clock)
     }
 
     /// What is known of a node.
@@ -178,7 +195,8 @@ fn a_transfer_goes_on_at_another_node_when_its_own_is_killed() {
         return;
     };
     let world = &cluster.world;
-    let b = cluster.serve("b");
+    // Terms are by the database's time.
+    let b = cluster.serve_an_hour_ahead("b");
     let a = cluster.serve("a");
     world
         .run("near", &["pair", &a.ticket, "--name", "far"])
@@ -186,6 +204,7 @@ fn a_transfer_goes_on_at_another_node_when_its_own_is_killed() {
     let image = world.image("web.img", 3, 10_000);
     let mut sending = cluster.send_slowly("web.img", "a");
     assert_eq!(cluster.node("a").unwrap()["transfers"], 1);
+    assert_eq!([cluster.state("a"), cluster.state("b")], ["serving"; 2]);
     // As kill -9.
     drop(a);
     assert_eq!(
