@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use drover_core::{BLOCK_SIZE, is_zero};
 use drover_storage::atomic_replace;
 use rustix::fs::SeekFrom;
@@ -43,13 +43,29 @@ pub struct Limit {
 }
 
 /// The set of blocks seen so far, by the first half of their digests (false matches are unlikely below 2^60 blocks).
-#[derive(Default)]
 pub struct Known {
+    /// Bytes of a block.
+    block: usize,
     earlier: HashSet<u128>,
     current: HashSet<u128>,
 }
 
+impl Default for Known {
+    fn default() -> Self {
+        Self::in_blocks(BLOCK_SIZE)
+    }
+}
+
 impl Known {
+    /// Nothing yet, in blocks of so many bytes.
+    fn in_blocks(block: usize) -> Self {
+        Self {
+            block,
+            earlier: HashSet::new(),
+            current: HashSet::new(),
+        }
+    }
+
     /// Adds an image, and returns the limit for sending it.
     ///
     /// # Errors
@@ -72,7 +88,7 @@ impl Known {
             limit_bytes: 0,
         };
         let mut compressed = compressor()?;
-        each_piece(&file, size_bytes, BLOCK_SIZE, |_, block| {
+        each_piece(&file, size_bytes, self.block, |_, block| {
             limit.data_blocks += 1;
             let key = key_of(block);
             if self.earlier.contains(&key) {
@@ -96,7 +112,7 @@ impl Known {
     /// # Errors
     /// When the image cannot be read.
     pub fn learn(&mut self, path: &Path) -> Result<()> {
-        self.earlier.extend(digests(path)?);
+        self.earlier.extend(digests_of(path, self.block)?);
         Ok(())
     }
 }
@@ -106,10 +122,14 @@ impl Known {
 /// # Errors
 /// When the image cannot be read.
 pub fn digests(path: &Path) -> Result<HashSet<u128>> {
+    digests_of(path, BLOCK_SIZE)
+}
+
+fn digests_of(path: &Path, block: usize) -> Result<HashSet<u128>> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let size = file.metadata()?.len();
     let mut digests = HashSet::new();
-    each_piece(&file, size, BLOCK_SIZE, |_, block| {
+    each_piece(&file, size, block, |_, block| {
         digests.insert(key_of(block));
         Ok(())
     })
@@ -149,6 +169,69 @@ pub fn print(images: &[PathBuf], with: &[PathBuf], json: bool) -> Result<()> {
         } = limit;
         println!(
             "{name:<24} {data:>10.1} {matched_blocks:>10} {repeated_blocks:>10} {unique_blocks:>10} {bytes:>10.2}"
+        );
+    }
+    Ok(())
+}
+
+/// Bytes of the digest that announces a block.
+const ANNOUNCED: u64 = 12;
+
+/// The limit of all images with blocks of each of these sizes (`vmflock` §4.2.3, figure 5).
+#[derive(Debug, Serialize)]
+struct OfSize {
+    block_bytes: u64,
+    /// Nonzero blocks, and those that are found nowhere before.
+    data_blocks: u64,
+    unique_blocks: u64,
+    /// Size of the new blocks, compressed.
+    limit_bytes: u64,
+    /// A digest of 12 bytes for each nonzero block.
+    digest_bytes: u64,
+}
+
+/// Prints the limit of all images for each size of blocks, in KiB; `with` are images that the destination already has.
+///
+/// # Errors
+/// When an image cannot be read, or a size is no power of two from 1 to 1024.
+pub fn print_sizes(images: &[PathBuf], with: &[PathBuf], kib: &[u64], json: bool) -> Result<()> {
+    let mut sizes = Vec::new();
+    for kib in kib {
+        let allowed = kib.is_power_of_two() && *kib <= READ as u64 >> 10;
+        ensure!(
+            allowed,
+            "blocks of {kib} KiB: it must be a power of two from 1 to 1024"
+        );
+        let mut known = Known::in_blocks((*kib as usize) << 10);
+        with.iter().try_for_each(|path| known.learn(path))?;
+        let limits = images.iter().map(|path| known.add(path));
+        let all = Limit::total(&limits.collect::<Result<Vec<_>>>()?);
+        sizes.push(OfSize {
+            block_bytes: kib << 10,
+            data_blocks: all.data_blocks,
+            unique_blocks: all.unique_blocks,
+            limit_bytes: all.limit_bytes,
+            digest_bytes: all.data_blocks * ANNOUNCED,
+        });
+    }
+    if json {
+        println!("{}", serde_json::to_string_pretty(&sizes)?);
+        return Ok(());
+    }
+    println!(
+        "{:>8} {:>10} {:>10} {:>10} {:>10} {:>10}",
+        "KiB", "blocks", "unique", "limit MB", "digests MB", "sum MB"
+    );
+    for of in &sizes {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        println!(
+            "{:>8} {:>10} {:>10} {:>10.2} {:>10.2} {:>10.2}",
+            of.block_bytes >> 10,
+            of.data_blocks,
+            of.unique_blocks,
+            mb(of.limit_bytes),
+            mb(of.digest_bytes),
+            mb(of.limit_bytes + of.digest_bytes)
         );
     }
     Ok(())
@@ -306,6 +389,23 @@ mod tests {
             }
         }
         path
+    }
+
+    #[test]
+    fn larger_blocks_have_less_in_common() {
+        let dir = tempfile::tempdir().unwrap();
+        let one = image(dir.path(), "one", &[Some(1), Some(2), Some(3), Some(4)]);
+        let two = image(dir.path(), "two", &[Some(1), Some(2), Some(4), Some(3)]);
+        let unique = |block: usize| {
+            let mut known = Known::in_blocks(block);
+            known.learn(&one).unwrap();
+            known.add(&two).unwrap().unique_blocks
+        };
+        let unique: Vec<u64> = [1024, 4096, 8192, 16384].map(unique).into();
+        assert_eq!(unique, [0, 0, 1, 1]);
+        let none: &[PathBuf] = &[];
+        print_sizes(std::slice::from_ref(&one), none, &[1, 128], true).unwrap();
+        assert!(print_sizes(&[one], none, &[3], true).is_err());
     }
 
     #[test]

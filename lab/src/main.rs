@@ -38,6 +38,9 @@ enum Command {
     Library(library::LibraryArgs),
     /// Print what sending images in order costs at least: unique non-zero 4 KiB blocks through
     /// `zstd -3 --long=27`, and what an exact deduplicator matches.
+    ///
+    /// With --blocks, all of them together for each of these sizes of blocks, as figure 5 of vmflock has it:
+    /// lab limit --blocks 1,2,4,8,16,32,64,128 IMAGE...
     Limit {
         /// The images, in the order in which they are sent.
         #[arg(required = true)]
@@ -45,6 +48,9 @@ enum Command {
         /// Images that the destination has already.
         #[arg(long, value_name = "IMAGE", num_args = 1..)]
         with: Vec<PathBuf>,
+        /// Sizes of blocks in KiB.
+        #[arg(long, value_name = "KIB", value_delimiter = ',')]
+        blocks: Vec<u64>,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -83,7 +89,15 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Library(args) => library::run(&args)?,
-        Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
+        Command::Limit {
+            images,
+            with,
+            blocks,
+            json,
+        } => match blocks.is_empty() {
+            true => limit::print(&images, &with, json)?,
+            false => limit::print_sizes(&images, &with, &blocks, json)?,
+        },
         Command::Link(args) => return link::run(&args),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document => bench::make_document(experiments::ALL)?,
