@@ -15,11 +15,12 @@ use drover_index::ZERO_BLOCK;
 use jiff::Timestamp;
 
 use crate::commit::{Ended, MAX_ATTEMPTS};
+use crate::compare::Compared;
 use crate::container::{ContainerId, LocalIds};
 use crate::error::{Result, VaultError};
 use crate::index::VaultIndex;
 use crate::names::{Machine, SnapshotId, hooks_key};
-use crate::recipe::{MAX_CONTAINERS, MAX_PAGES, PAGE_BLOCKS, RecipeWriter, SEGMENT_BLOCKS};
+use crate::recipe::{MAX_CONTAINERS, MAX_PAGES, PAGE_BLOCKS, Placed, RecipeWriter, SEGMENT_BLOCKS};
 use crate::record::{HookRecord, Made, SnapshotRecord};
 use crate::sealer::{Filling, Job, MAX_SEALERS, MAX_WAITING_GROUPS, Sealing};
 use crate::snapshot::Snapshot;
@@ -28,6 +29,8 @@ use crate::sparse::{List, WINDOW_BLOCKS, hooks_of};
 use crate::uses::Uses;
 use crate::vault::Vault;
 
+/// Blocks that are read and then digested, while they are in the processor's cache: 512 KiB.
+const PIECE_BLOCKS: usize = 128;
 /// Windows that may wait to be looked up.
 const MAX_WAITING_WINDOWS: usize = 1;
 
@@ -61,6 +64,8 @@ pub struct Backup {
 
 /// 8 MiB of a walk.
 struct Window {
+    /// The number of its first segment.
+    first: u64,
     bytes: Vec<u8>,
     /// Of every block; those of zero blocks are [`ZERO_BLOCK`].
     digests: Vec<Digest>,
@@ -190,11 +195,9 @@ impl Vault {
                     use_parent = false;
                     self.retract(&attempt.id);
                 }
-                // The parent is damaged, or has gone: all is read.
-                Err(Ended::Failed(error))
-                    if source.since.is_some() && use_parent && error.is_damage() =>
-                {
-                    tracing::info!("what was not written is read, too: {error}");
+                // Perhaps the parent is damaged, or has gone: all is read, and looked up.
+                Err(Ended::Failed(error)) if use_parent && error.is_damage() => {
+                    tracing::info!("again, without an earlier snapshot: {error}");
                     use_parent = false;
                     self.retract(&attempt.id);
                     outcome = Err(error);
@@ -231,7 +234,7 @@ impl Vault {
 struct Attempt<'a> {
     vault: &'a Vault,
     source: &'a Source,
-    /// Whether what was not written is taken from the parent.
+    /// Whether what is the same is taken from the parent.
     use_parent: bool,
     host: &'a str,
     id: SnapshotId,
@@ -303,11 +306,17 @@ impl Attempt<'_> {
             true => Unchanged::of(self.source, self.vault)?,
             false => Unchanged::default(),
         };
+        let latest = match (self.use_parent, unchanged.parent()) {
+            (true, None) => self.vault.latest(&self.id.machine)?,
+            _ => None,
+        };
+        let parent = unchanged.parent().or(latest.as_ref());
         let sealing = Sealing::new(&*self.vault.objects, &self.id.machine, self.id.session);
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_SEALERS));
         std::thread::scope(|scope| {
             let (to_windows, windows) = bounded(MAX_WAITING_WINDOWS);
-            let reader = scope.spawn(|| self.read(to_windows, &unchanged));
+            let (spares, to_reuse) = bounded(MAX_WAITING_WINDOWS + 1);
+            let reader = scope.spawn(|| self.read(to_windows, to_reuse, &unchanged));
             let (jobs, to_do) = bounded::<Job>(MAX_WAITING_GROUPS);
             let sealers: Vec<_> = (0..threads)
                 .map(|_| {
@@ -317,9 +326,9 @@ impl Attempt<'_> {
                 .collect();
             drop(to_do);
             let walked = self.look_up(
-                &windows,
+                (&windows, &spares),
                 index,
-                unchanged.parent(),
+                parent,
                 (&sealing, jobs),
                 progress,
             );
@@ -339,8 +348,13 @@ impl Attempt<'_> {
         })
     }
 
-    /// Reads and digests the walk.
-    fn read(&self, windows: Sender<Part>, unchanged: &Unchanged) -> Result<()> {
+    /// Reads and digests the walk, into buffers that were used before if there are any.
+    fn read(
+        &self,
+        windows: Sender<Part>,
+        spares: Receiver<Vec<u8>>,
+        unchanged: &Unchanged,
+    ) -> Result<()> {
         const SEGMENT: u64 = SEGMENT_BLOCKS as u64;
         let layout = &self.source.image.layout;
         let total = layout.walk_blocks();
@@ -355,38 +369,28 @@ impl Attempt<'_> {
             }
             let until = unchanged.next(at / SEGMENT).map_or(total, |n| n * SEGMENT);
             let blocks = (total.min(until) - at).min(WINDOW_BLOCKS as u64) as usize;
-            let mut bytes = vec![0; blocks * BLOCK_SIZE];
-            layout
-                .read(
-                    &*self.source.image.content,
-                    at * BLOCK_SIZE as u64,
-                    &mut bytes,
-                )
-                .map_err(|source| VaultError::File {
-                    doing: "read",
-                    path: self.source.path(),
-                    source,
-                })?;
+            let mut bytes = spares.try_recv().unwrap_or_default();
+            bytes.resize(blocks * BLOCK_SIZE, 0);
             let mut digests = Vec::with_capacity(blocks);
-            let mut from = 0;
-            while from < blocks {
-                let zero = is_zero(block(&bytes, from));
-                let to = (from + 1..blocks)
-                    .find(|&i| is_zero(block(&bytes, i)) != zero)
-                    .unwrap_or(blocks);
-                match zero {
-                    true => digests.resize(to, *ZERO_BLOCK),
-                    false => {
-                        let data = &bytes[from * BLOCK_SIZE..to * BLOCK_SIZE];
-                        self.vault.digester.blocks(data, &mut digests);
-                    }
-                }
-                from = to;
+            for from in (0..blocks).step_by(PIECE_BLOCKS) {
+                let to = blocks.min(from + PIECE_BLOCKS);
+                let piece = &mut bytes[from * BLOCK_SIZE..to * BLOCK_SIZE];
+                let offset = (at + from as u64) * BLOCK_SIZE as u64;
+                layout
+                    .read(&*self.source.image.content, offset, piece)
+                    .map_err(|source| VaultError::File {
+                        doing: "read",
+                        path: self.source.path(),
+                        source,
+                    })?;
+                self.digest(piece, &mut digests);
             }
-            if windows
-                .send(Part::Window(Window { bytes, digests }))
-                .is_err()
-            {
+            let window = Window {
+                first: at / SEGMENT,
+                bytes,
+                digests,
+            };
+            if windows.send(Part::Window(window)).is_err() {
                 return Ok(());
             }
             at += blocks as u64;
@@ -394,10 +398,30 @@ impl Attempt<'_> {
         Ok(())
     }
 
+    /// Appends the digests of blocks; many that are not zero are digested together.
+    fn digest(&self, bytes: &[u8], digests: &mut Vec<Digest>) {
+        let blocks = bytes.len() / BLOCK_SIZE;
+        let mut from = 0;
+        while from < blocks {
+            let zero = is_zero(block(bytes, from));
+            let to = (from + 1..blocks)
+                .find(|&i| is_zero(block(bytes, i)) != zero)
+                .unwrap_or(blocks);
+            match zero {
+                true => digests.resize(digests.len() + to - from, *ZERO_BLOCK),
+                false => {
+                    let data = &bytes[from * BLOCK_SIZE..to * BLOCK_SIZE];
+                    self.vault.digester.blocks(data, digests);
+                }
+            }
+            from = to;
+        }
+    }
+
     /// Finds duplicates, hands new blocks to the threads that compress, writes the recipe.
     fn look_up(
         &self,
-        windows: &Receiver<Part>,
+        (windows, spares): (&Receiver<Part>, &Sender<Vec<u8>>),
         mut index: VaultIndex,
         parent: Option<&Snapshot>,
         (sealing, jobs): (&Sealing<'_>, Sender<Job>),
@@ -437,7 +461,8 @@ impl Attempt<'_> {
                 (Part::Window(window), _) => window,
                 (Part::Same(segments), Some(parent)) => {
                     for segment in segments {
-                        let taken = self.take_over(parent, segment, &mut recipe, &mut uses)?;
+                        let same = parent.runs(segment)?;
+                        let taken = self.take_over(same, &mut recipe, &mut uses)?;
                         data_blocks += taken.data_blocks;
                         now.done_bytes += taken.blocks * BLOCK_SIZE as u64;
                     }
@@ -449,16 +474,33 @@ impl Attempt<'_> {
                 }
                 (Part::Same(_), None) => continue,
             };
-            let data: Vec<Digest> = window
-                .digests
-                .iter()
-                .copied()
-                .filter(|d| d != &*ZERO_BLOCK)
+            let compared = match parent {
+                Some(parent) => Compared::with(parent, window.first, &window.digests, &index)?,
+                None => Compared::default(),
+            };
+            let mut same = compared.same;
+            same.resize_with(window.digests.len().div_ceil(SEGMENT_BLOCKS), || None);
+            let segments = window.digests.chunks(SEGMENT_BLOCKS).zip(&same);
+            let others = segments.filter(|(_, same)| same.is_none());
+            let data: Vec<Digest> = others
+                .flat_map(|(digests, _)| digests.iter().copied().filter(|d| d != &*ZERO_BLOCK))
                 .collect();
-            index.prepare(self.vault, &data)?;
+            index.prepare(self.vault, &data, &compared.likely)?;
             data_blocks += data.len() as u64;
             let mut before = None;
             for (i, digest) in window.digests.iter().enumerate() {
+                let in_segment = i % SEGMENT_BLOCKS;
+                match &mut same[i / SEGMENT_BLOCKS] {
+                    Some(same) if in_segment == 0 => {
+                        let same = (same.0, std::mem::take(&mut same.1));
+                        let taken = self.take_over(same, &mut recipe, &mut uses)?;
+                        data_blocks += taken.data_blocks;
+                        before = None;
+                        continue;
+                    }
+                    Some(_) => continue,
+                    None => {}
+                }
                 if digest == &*ZERO_BLOCK {
                     let number = recipe.parts();
                     let part = recipe.zero();
@@ -494,6 +536,7 @@ impl Attempt<'_> {
             read_bytes += window.bytes.len() as u64;
             now.stored_bytes = sealing.stored();
             progress(now);
+            let _ = spares.try_send(window.bytes);
         }
         seal(&mut filling, &mut open, &mut index)?;
         Ok(Walked {
@@ -511,12 +554,10 @@ impl Attempt<'_> {
     /// A segment as the parent has it.
     fn take_over(
         &self,
-        parent: &Snapshot,
-        segment: u64,
+        (digest, runs): (Digest, Vec<Placed<'_>>),
         recipe: &mut RecipeWriter,
         uses: &mut Uses,
     ) -> Result<Taken> {
-        let (digest, runs) = parent.runs(segment)?;
         let mut taken = Taken::default();
         for run in &runs {
             taken.blocks += u64::from(run.blocks);

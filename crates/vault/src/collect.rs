@@ -3,6 +3,7 @@
 //! The order of operations is what makes it safe, see `docs/format/vault.md`: a collector marks a container, *then*
 //! reads what snapshots use; a backup writes what it uses, *then* reads marks. One of the two sees the other.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::{Duration, Instant};
 
@@ -12,10 +13,11 @@ use crate::container::{ContainerId, LocalIds, SessionId};
 use crate::error::{Result, VaultError};
 use crate::ids::Ids;
 use crate::index::KNOWN_BYTES;
+use crate::many;
 use crate::names::{
     Machine, SnapshotId, container_key, dropped_key, mark_key, parse_container_key,
 };
-use crate::places::ByContainer;
+use crate::places::{ByContainer, Places};
 use crate::record::{HookRecord, Share, SnapshotRecord};
 use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
@@ -138,16 +140,31 @@ impl Vault {
 
     /// Adds everything that snapshots use to `in_use`.
     fn add_uses(&self, ids: &BTreeSet<SnapshotId>, in_use: &mut InUse) -> Result<()> {
-        for id in ids {
-            let Some(uses) = self.uses_of(id)? else {
-                self.check_gone(id)?;
-                continue;
+        self.add_uses_of(ids, &|_| true, in_use)
+    }
+
+    /// Adds what snapshots use of some containers to `in_use`.
+    fn add_uses_of(
+        &self,
+        ids: &BTreeSet<SnapshotId>,
+        wanted: &(dyn Fn(ContainerId) -> bool + Sync),
+        in_use: &mut InUse,
+    ) -> Result<()> {
+        let ids: Vec<&SnapshotId> = ids.iter().collect();
+        let read = |id: &&SnapshotId| {
+            let key = id.uses();
+            let Some(bytes) = self.objects.get(&key)? else {
+                return self.check_gone(id).map(|()| None);
             };
-            for (container, (machine, used)) in uses.containers {
+            let uses = Uses::decode_of(&bytes, &|id| wanted(id));
+            uses.map(Some).map_err(|error| self.damaged(&key, &error))
+        };
+        many::for_each(&ids, read, |uses| {
+            for (container, (machine, used)) in uses.into_iter().flat_map(|uses| uses.containers) {
                 in_use.of(&machine, container, Ids::default).union(&used);
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Fails unless a snapshot that was said to have uses, and has none, was removed meanwhile.
@@ -189,8 +206,9 @@ impl Vault {
                 done => done?,
             }
         }
-        self.add_uses(&others, &mut kept)?;
-        let places = self.containers(None)?;
+        let touched: HashSet<ContainerId> = gone.iter().map(|(_, id, _)| id).collect();
+        self.add_uses_of(&others, &|id| touched.contains(&id), &mut kept)?;
+        let mut places: BTreeMap<&Machine, Places> = BTreeMap::new();
         let mut freed = Forgotten {
             snapshots: ids.len() as u64,
             ..Forgotten::default()
@@ -198,7 +216,14 @@ impl Vault {
         for (machine, id, used) in gone.iter() {
             let others = kept.get(machine, id).map(Ids::bits).unwrap_or_default();
             freed.garbage_bytes += u64::from(used.bits().without(&others).count()) * BLOCK_SIZE_U64;
-            if let Some((_, size)) = places.get(machine, id).filter(|_| others.count() == 0) {
+            if others.count() > 0 {
+                continue;
+            }
+            let places = match places.entry(machine) {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => entry.insert(self.containers(Some(machine))?),
+            };
+            if let Some((_, size)) = places.get(machine, id) {
                 freed.dead_containers += 1;
                 freed.dead_bytes += size;
             }
@@ -308,7 +333,9 @@ impl Vault {
                 let used = in_use.get(machine, id).map(Ids::bits).unwrap_or_default();
                 let freed = match used.count() {
                     0 => {
-                        self.remove_container(machine, id)?;
+                        // What another collection writes or leaves of it meanwhile, the next one finds.
+                        self.objects
+                            .remove(&container_key(machine, id, *generation))?;
                         done.removed += 1;
                         *size
                     }
@@ -479,11 +506,7 @@ impl Vault {
         Ok(())
     }
 
-    /// Removes every generation of a container.
-    fn remove_container(&self, machine: &Machine, id: ContainerId) -> Result<()> {
-        self.remove_generations(machine, id, u32::MAX)
-    }
-
+    /// Removes the generations of a container before this one.
     pub(crate) fn remove_generations(
         &self,
         machine: &Machine,
@@ -539,7 +562,8 @@ impl Vault {
         {
             return Ok(None);
         }
-        self.remove_generations(machine, id, next)?;
+        self.objects
+            .remove(&container_key(machine, id, generation))?;
         Ok(Some(len))
     }
 

@@ -1,9 +1,11 @@
 //! A container: up to 4,096 blocks in one object (`docs/format/vault-container.md`).
 
+use std::cell::RefCell;
 use std::fmt;
 
 use drover_core::{BLOCK_SIZE, Digest};
 use serde::{Deserialize, Serialize};
+use zstd::bulk::Compressor;
 
 use crate::digester::Digester;
 
@@ -146,13 +148,25 @@ impl LocalIds {
     #[must_use]
     pub fn first(n: usize) -> Self {
         let mut ids = LocalIds::default();
-        (0..n.min(MAX_BLOCKS)).for_each(|i| ids.insert(i as u16));
+        if let Some(last) = n.min(MAX_BLOCKS).checked_sub(1) {
+            ids.fill(0, last as u16);
+        }
         ids
     }
 
     /// Adds an id, which must be below 4,096.
     pub fn insert(&mut self, id: u16) {
         self.0[usize::from(id) / 64] |= 1 << (id % 64);
+    }
+
+    /// Adds the ids from `first` to `last`, which must be below 4,096.
+    pub fn fill(&mut self, first: u16, last: u16) {
+        let (first, last) = (usize::from(first), usize::from(last));
+        for word in first / 64..=last / 64 {
+            let from = first.max(word * 64) % 64;
+            let to = last.min(word * 64 + 63) % 64;
+            self.0[word] |= (u64::MAX >> (63 - (to - from))) << from;
+        }
     }
 
     /// Whether it has an id.
@@ -196,7 +210,28 @@ impl LocalIds {
 
     /// The ids, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u16> + '_ {
-        (0..MAX_BLOCKS as u16).filter(|&id| self.contains(id))
+        self.runs().flat_map(|(first, last)| first..=last)
+    }
+
+    /// The first and the last of each run of consecutive ids, ascending.
+    pub fn runs(&self) -> impl Iterator<Item = (u16, u16)> + '_ {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let first = self.first_from(at, 0)?;
+            at = self.first_from(first, u64::MAX).unwrap_or(MAX_BLOCKS);
+            Some((first as u16, at as u16 - 1))
+        })
+    }
+
+    /// The first bit from `at` on that is set, when each word is flipped by `flip`.
+    fn first_from(&self, at: usize, flip: u64) -> Option<usize> {
+        let mut word = at / 64;
+        let mut bits = (self.0.get(word)? ^ flip) & (u64::MAX << (at % 64));
+        while bits == 0 {
+            word += 1;
+            bits = self.0.get(word)? ^ flip;
+        }
+        Some(word * 64 + bits.trailing_zeros() as usize)
     }
 
     fn to_bytes(&self) -> [u8; PRESENT] {
@@ -216,6 +251,10 @@ impl LocalIds {
     }
 }
 
+thread_local! {
+    static COMPRESSOR: RefCell<Option<Compressor<'static>>> = const { RefCell::new(None) };
+}
+
 /// A group of blocks as it is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packed {
@@ -227,7 +266,15 @@ impl Packed {
     /// Compresses blocks, unless they do not become smaller.
     #[must_use]
     pub fn new(blocks: &[u8]) -> Self {
-        match zstd::bulk::compress(blocks, LEVEL) {
+        // A compressor's tables are larger than a group: they are made once a thread.
+        let compressed = COMPRESSOR.with_borrow_mut(|kept| {
+            let compressor = match kept.take() {
+                Some(compressor) => kept.insert(compressor),
+                None => kept.insert(Compressor::new(LEVEL)?),
+            };
+            compressor.compress(blocks)
+        });
+        match compressed {
             Ok(bytes) if bytes.len() < blocks.len() => Packed {
                 bytes,
                 stored: false,
@@ -577,6 +624,17 @@ mod tests {
                 s
             };
             let (x, y) = (set(&a), set(&b));
+            prop_assert_eq!(x.iter().collect::<Vec<_>>(), a.iter().copied().collect::<Vec<_>>());
+            let mut runs = LocalIds::default();
+            x.runs().for_each(|(first, last)| runs.fill(first, last));
+            prop_assert_eq!(&runs, &x);
+            let gaps = x.runs().zip(x.runs().skip(1)).all(|(one, next)| one.1 + 1 < next.0);
+            prop_assert!(gaps);
+            if let (Some(&first), Some(&last)) = (a.first(), a.last()) {
+                let mut all = LocalIds::default();
+                all.fill(first, last);
+                prop_assert_eq!(all.iter().collect::<Vec<_>>(), (first..=last).collect::<Vec<_>>());
+            }
             prop_assert_eq!(x.without(&y).iter().collect::<Vec<_>>(), a.difference(&b).copied().collect::<Vec<_>>());
             prop_assert_eq!(x.common(&y).count() as usize, a.intersection(&b).count());
             for (i, &id) in a.iter().enumerate() {

@@ -33,17 +33,9 @@ impl fmt::Debug for Ids {
 
 impl From<&LocalIds> for Ids {
     fn from(bits: &LocalIds) -> Self {
-        let mut runs: Vec<(u16, u16)> = Vec::new();
-        for id in bits.iter() {
-            if let Some((_, last)) = runs.last_mut()
-                && *last + 1 == id
-            {
-                *last = id;
-            } else if runs.len() == MAX_RUNS {
-                return Ids(Repr::Bits(Box::new(bits.clone())));
-            } else {
-                runs.push((id, id));
-            }
+        let mut runs: Vec<(u16, u16)> = bits.runs().take(MAX_RUNS + 1).collect();
+        if runs.len() > MAX_RUNS {
+            return Ids(Repr::Bits(Box::new(bits.clone())));
         }
         runs.shrink_to_fit();
         Ids(Repr::Runs(runs))
@@ -53,36 +45,39 @@ impl From<&LocalIds> for Ids {
 impl Ids {
     /// Adds an id, which must be below 4,096.
     pub fn insert(&mut self, id: u16) {
-        let Repr::Runs(runs) = &mut self.0 else {
-            if let Repr::Bits(bits) = &mut self.0 {
-                bits.insert(id);
+        self.insert_run(id, 1);
+    }
+
+    /// Adds `count` ids from `first` on, at least one, all below 4,096.
+    pub fn insert_run(&mut self, first: u16, count: u16) {
+        let last = first + count - 1;
+        let runs = match &mut self.0 {
+            Repr::Runs(runs) => runs,
+            Repr::Bits(bits) => {
+                let is_between = bits.contains(last + 1)
+                    && first.checked_sub(1).is_some_and(|id| bits.contains(id));
+                bits.fill(first, last);
+                // Only then there are fewer runs than before.
+                if count > 1 || is_between {
+                    self.tidy();
+                }
+                return;
             }
-            // Two runs may have become one.
-            return self.tidy();
         };
-        // The first run that ends at this id, or just before it, or behind it.
-        let at = runs.partition_point(|(_, last)| *last + 1 < id);
-        match runs.get(at).copied() {
-            Some((first, last)) if first <= id && id <= last => {}
-            Some((_, last)) if last + 1 == id => {
-                runs[at].1 = id;
-                if let Some(&(next, end)) = runs.get(at + 1)
-                    && next == id + 1
-                {
-                    runs[at].1 = end;
-                    runs.remove(at + 1);
-                }
-            }
-            Some((first, _)) if first == id + 1 => runs[at].0 = id,
-            _ => {
-                if runs.len() == runs.capacity() {
-                    // Most have one run, or few.
-                    runs.reserve_exact(1 + runs.len() / 2);
-                }
-                runs.insert(at, (id, id));
-                self.tidy();
-            }
+        // The runs that overlap it, or touch it.
+        let from = runs.partition_point(|(_, end)| *end + 1 < first);
+        let to = from + runs[from..].partition_point(|(begin, _)| *begin <= last + 1);
+        if from < to {
+            runs[from] = (runs[from].0.min(first), runs[to - 1].1.max(last));
+            runs.drain(from + 1..to);
+            return;
         }
+        if runs.len() == runs.capacity() {
+            // Most have one run, or few.
+            runs.reserve_exact(1 + runs.len() / 2);
+        }
+        runs.insert(from, (first, last));
+        self.tidy();
     }
 
     /// The representation of a set depends on the set only.
@@ -115,7 +110,7 @@ impl Ids {
             Repr::Runs(runs) => {
                 let mut bits = LocalIds::default();
                 for &(first, last) in runs {
-                    (first..=last.min(MAX_BLOCKS as u16 - 1)).for_each(|id| bits.insert(id));
+                    bits.fill(first, last.min(MAX_BLOCKS as u16 - 1));
                 }
                 bits
             }
@@ -195,6 +190,9 @@ mod tests {
             };
             let (a, b) = (list(&runs), list(&other));
             let (x, y) = (of(a.clone()), of(b.clone()));
+            let mut by_runs = Ids::default();
+            runs.iter().for_each(|&(at, n)| by_runs.insert_run(at, n.min(4096 - at)));
+            prop_assert_eq!(&by_runs, &x);
             let model: BTreeSet<u16> = a.iter().copied().collect();
             prop_assert_eq!(x.bits().iter().collect::<Vec<_>>(), model.iter().copied().collect::<Vec<_>>());
             prop_assert_eq!(x.count() as usize, model.len());

@@ -8,6 +8,7 @@ use drover_core::Digest;
 use crate::container::{ContainerId, Head, MAX_HEAD, SessionId};
 use crate::error::{Result, VaultError};
 use crate::hooks::Ordinal;
+use crate::many;
 use crate::names::{Machine, container_key, parse_container_key, parse_mark_key};
 use crate::places::Places;
 use crate::record::HookRecord;
@@ -30,6 +31,8 @@ pub(crate) struct VaultIndex {
     sparse: SparseIndex,
     known: Vec<Known>,
     machines: Vec<Machine>,
+    /// So many of `known` were there when it was loaded: those are in the order of their numbers.
+    loaded: usize,
     /// Lists that may still be loaded for single blocks of the window.
     left: usize,
 }
@@ -112,6 +115,7 @@ impl VaultIndex {
             sparse: SparseIndex::default(),
             known: Vec::new(),
             machines: Vec::new(),
+            loaded: 0,
             left: 0,
         };
         let mut by_id = HashMap::new();
@@ -140,37 +144,41 @@ impl VaultIndex {
                 by_id.insert(id, (ordinal, false));
             }
         }
+        index.loaded = index.known.len();
         let mut hooks = Vec::new();
         let sessions: HashSet<SessionId> =
             by_id.keys().map(|id: &ContainerId| id.session()).collect();
-        for object in vault.objects.list("hooks")? {
-            let of = object.key.split('/').nth(1).and_then(SessionId::parse);
-            let Some(of) = of.filter(|of| sessions.contains(of)) else {
-                continue;
-            };
-            let decoded = match vault.objects.get(&object.key) {
-                Ok(None) => continue,
+        let listed = vault.objects.list("hooks")?.into_iter();
+        let listed: Vec<(String, SessionId)> = listed
+            .filter_map(|object| {
+                let of = SessionId::parse(object.key.split('/').nth(1)?)?;
+                sessions.contains(&of).then_some((object.key, of))
+            })
+            .collect();
+        let read = |(key, of): &(String, SessionId)| {
+            let decoded = match vault.objects.get(key) {
+                Ok(None) => return Ok(None),
                 Ok(Some(bytes)) => HookRecord::decode(&bytes)
                     .ok()
-                    .filter(|hooks| hooks.is_of(of)),
+                    .filter(|hooks| hooks.is_of(*of)),
                 Err(error) if error.is_damage => None,
                 Err(error) => return Err(error.into()),
             };
-            let Some(record) = decoded else {
-                tracing::warn!(
-                    "the hooks {} are damaged; reading containers instead",
-                    object.key
-                );
-                continue;
-            };
-            for (id, tags) in record.containers {
+            if decoded.is_none() {
+                tracing::warn!("the hooks {key} are damaged; reading containers instead");
+            }
+            Ok(decoded)
+        };
+        many::for_each(&listed, read, |record| {
+            for (id, tags) in record.into_iter().flat_map(|record| record.containers) {
                 if let Some((ordinal, covered)) = by_id.get_mut(&id).filter(|(_, covered)| !covered)
                 {
                     *covered = true;
                     hooks.extend(tags.into_iter().map(|tag| hook_entry(tag, *ordinal)));
                 }
             }
-        }
+            Ok(())
+        })?;
         let mut bare: Vec<Ordinal> = by_id
             .values()
             .filter(|(_, c)| !c)
@@ -229,13 +237,32 @@ impl VaultIndex {
         ordinal
     }
 
-    /// Loads what may have the blocks of a window.
-    pub(crate) fn prepare(&mut self, vault: &Vault, window: &[Digest]) -> Result<()> {
+    /// A container that was there when the index was loaded, if new references to it may be made.
+    pub(crate) fn usable(&self, machine: &Machine, id: ContainerId) -> Option<Ordinal> {
+        let loaded = &self.known[..self.loaded];
+        let at = loaded.binary_search_by_key(&id, |known| known.id).ok()?;
+        let known = &loaded[at];
+        let is_usable = !known.excluded && self.machines[known.machine as usize] == *machine;
+        is_usable.then_some(Ordinal(at as u32))
+    }
+
+    /// Loads what may have the blocks of a window, and what is likely to.
+    pub(crate) fn prepare(
+        &mut self,
+        vault: &Vault,
+        window: &[Digest],
+        likely: &[Ordinal],
+    ) -> Result<()> {
         self.left = MAX_CHAMPIONS;
         let known = &self.known;
         let usable = |o: Ordinal| !known[o.0 as usize].excluded;
         for ordinal in self.sparse.champions(window, usable) {
             self.load_list(vault, ordinal)?;
+        }
+        for &ordinal in likely {
+            if !self.sparse.is_cached(ordinal) {
+                self.load_list(vault, ordinal)?;
+            }
         }
         Ok(())
     }

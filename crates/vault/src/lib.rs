@@ -33,6 +33,7 @@ mod check;
 mod cloud;
 mod collect;
 mod commit;
+mod compare;
 pub mod container;
 mod copy;
 mod digester;
@@ -48,6 +49,7 @@ mod keep;
 mod keys;
 mod location;
 mod lru;
+mod many;
 mod names;
 mod objects;
 pub mod peer;
@@ -98,6 +100,16 @@ pub use snapshot::Snapshot;
 pub use source::{Since, Source};
 pub use uses::{Uses, UsesError};
 pub use vault::{Entry, Vault};
+
+/// The sparse index by itself, for whoever measures it.
+#[cfg(any(test, feature = "testing"))]
+pub mod measured {
+    pub use crate::compare::MAX_LIKELY;
+    pub use crate::hooks::Ordinal;
+    pub use crate::sparse::{Found, List, MAX_CHAMPIONS, SparseIndex, WINDOW_BLOCKS, hooks_of};
+    /// Bytes of memory that a container takes, beside its hooks.
+    pub const CONTAINER_BYTES: usize = crate::index::KNOWN_BYTES;
+}
 
 #[cfg(test)]
 mod tests;

@@ -87,12 +87,14 @@ pub enum RecipeError {
 /// The digest of a segment's blocks, zero blocks included.
 #[must_use]
 pub fn segment_digest(blocks: &[Digest]) -> Digest {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(b"drover vault segment v1\0");
+    const PREFIX: &[u8] = b"drover vault segment v1\0";
+    // In one piece: many calls with 32 bytes each take several times as long.
+    let mut bytes = Vec::with_capacity(PREFIX.len() + blocks.len() * Digest::LEN);
+    bytes.extend_from_slice(PREFIX);
     for d in blocks {
-        hasher.update(&d.0);
+        bytes.extend_from_slice(&d.0);
     }
-    Digest(*hasher.finalize().as_bytes())
+    Digest(*blake3::hash(&bytes).as_bytes())
 }
 
 /// The digest of the segments of a page.

@@ -200,22 +200,20 @@ impl SparseIndex {
             let _ = gain;
             chosen.push(ordinal);
         }
-        let clock = self.clock;
-        chosen.retain(|&ordinal| {
-            let cached = self
-                .lists
-                .iter_mut()
-                .flatten()
-                .find(|c| c.ordinal == ordinal);
-            match cached {
-                Some(cached) => {
-                    cached.used = clock;
-                    false
-                }
-                None => true,
-            }
-        });
+        chosen.retain(|&ordinal| !self.is_cached(ordinal));
         chosen
+    }
+
+    /// Whether a container's list is cached; then it is kept for this window.
+    pub fn is_cached(&mut self, ordinal: Ordinal) -> bool {
+        let mut lists = self.lists.iter_mut().flatten();
+        match lists.find(|c| c.ordinal == ordinal) {
+            Some(cached) => {
+                cached.used = self.clock;
+                true
+            }
+            None => false,
+        }
     }
 
     /// Containers that are not cached and have a hook like this digest, which is none of the window's: small ones.

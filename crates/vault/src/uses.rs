@@ -7,7 +7,7 @@ use drover_core::{put_varint, take_varint};
 use drover_storage::{Envelope, EnvelopeError};
 use roaring::RoaringBitmap;
 
-use crate::container::{ContainerId, LocalIds, MAX_BLOCKS};
+use crate::container::{ContainerId, MAX_BLOCKS};
 use crate::ids::Ids;
 use crate::names::Machine;
 use crate::recipe::MAX_CONTAINERS;
@@ -72,8 +72,7 @@ impl Uses {
 
     /// Adds consecutive blocks.
     pub fn insert_run(&mut self, machine: &Machine, id: ContainerId, local: u16, blocks: u32) {
-        let used = self.of(machine, id);
-        (0..blocks as u16).for_each(|n| used.insert(local + n));
+        self.of(machine, id).insert_run(local, blocks as u16);
     }
 
     /// The bytes that are stored.
@@ -110,13 +109,24 @@ impl Uses {
     /// # Errors
     /// [`UsesError`].
     pub fn decode(bytes: &[u8]) -> Result<Uses, UsesError> {
+        Uses::decode_of(bytes, &|_| true)
+    }
+
+    /// Reads what is used of some containers; the rest is passed over.
+    ///
+    /// # Errors
+    /// [`UsesError`].
+    pub fn decode_of(
+        bytes: &[u8],
+        wanted: &dyn Fn(ContainerId) -> bool,
+    ) -> Result<Uses, UsesError> {
         let mut rest = KIND.open(bytes)?;
         let raw = take_varint(&mut rest)
             .and_then(|n| usize::try_from(n).ok())
             .filter(|&n| n <= MAX_USES_BYTES)
             .ok_or(UsesError::Malformed)?;
         let body = unpack(rest, raw).ok_or(UsesError::Malformed)?;
-        decode_body(&body).ok_or(UsesError::Malformed)
+        decode_body(&body, wanted).ok_or(UsesError::Malformed)
     }
 }
 
@@ -129,7 +139,7 @@ pub(crate) fn uses_for_fuzzing(body: &[u8]) -> Vec<u8> {
     KIND.seal(&out)
 }
 
-fn decode_body(mut rest: &[u8]) -> Option<Uses> {
+fn decode_body(mut rest: &[u8], wanted: &dyn Fn(ContainerId) -> bool) -> Option<Uses> {
     let rest = &mut rest;
     let count = take_varint(rest).filter(|&n| n <= rest.len() as u64)?;
     let mut machines = Vec::new();
@@ -145,12 +155,17 @@ fn decode_body(mut rest: &[u8]) -> Option<Uses> {
         last = last.checked_add(step)?;
         let machine = machines.get(usize::try_from(take_varint(rest)?).ok()?)?;
         let mut bytes = take(rest)?;
+        if !wanted(ContainerId(last)) {
+            continue;
+        }
         let bits = RoaringBitmap::deserialize_from(&mut bytes).ok()?;
         let fits = bytes.is_empty() && bits.max().is_some_and(|max| (max as usize) < MAX_BLOCKS);
         fits.then_some(())?;
-        let mut used = LocalIds::default();
-        bits.iter().for_each(|id| used.insert(id as u16));
-        *uses.of(machine, ContainerId(last)) = Ids::from(&used);
+        let used = uses.of(machine, ContainerId(last));
+        let mut left = bits.iter();
+        while let Some(run) = left.next_range() {
+            used.insert_run(*run.start() as u16, (run.end() - run.start() + 1) as u16);
+        }
     }
     rest.is_empty().then_some(uses)
 }
@@ -197,6 +212,9 @@ mod tests {
                 uses.insert(&Machine::new(format!("m{machine}")).unwrap(), ContainerId(id << 40), local);
             }
             let bytes = uses.encode();
+            let some = Uses::decode_of(&bytes, &|id| id.0 >> 40 < 4).unwrap();
+            let wanted = uses.containers.iter().filter(|(id, _)| id.0 >> 40 < 4);
+            prop_assert!(some.containers.iter().eq(wanted));
             prop_assert_eq!(Uses::decode(&bytes).unwrap(), uses);
             prop_assert!(Uses::decode(&bytes[..bytes.len() - 1]).is_err());
         }

@@ -11,6 +11,7 @@ use crate::container::SessionId;
 use crate::digester::Digester;
 use crate::error::{Result, VaultError};
 use crate::keys::{self, KeyEntry, Secret, Unlocked};
+use crate::many;
 use crate::names::{Machine, Reference, SnapshotId};
 use crate::objects::{LocalObjects, Objects, get_at_most, put_own};
 use crate::record::{
@@ -301,8 +302,10 @@ impl Vault {
     /// Errors of the store; [`VaultError::Newer`].
     pub fn snapshots(&self, machine: Option<&Machine>) -> Result<(Vec<Entry>, Vec<SnapshotId>)> {
         let (mut entries, mut damaged) = (Vec::new(), Vec::new());
-        for id in self.live_ids(machine)? {
-            match self.record_of(&id) {
+        let ids = self.live_ids(machine)?;
+        let read = |id: &SnapshotId| Ok((id.clone(), self.record_of(id)));
+        many::for_each(&ids, read, |(id, found)| {
+            match found {
                 Ok(Some(SnapshotRecord::Made(record))) => entries.push(Entry {
                     id,
                     record: *record,
@@ -312,7 +315,10 @@ impl Vault {
                 Err(error) if error.is_damage() => damaged.push(id),
                 Err(error) => return Err(error),
             }
-        }
+            Ok(())
+        })?;
+        entries.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+        damaged.sort_unstable();
         Ok((entries, damaged))
     }
 

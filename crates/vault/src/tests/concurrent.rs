@@ -67,17 +67,23 @@ impl World {
 
     fn make(self: &Arc<Self>) {
         // Few different blocks, so that snapshots share them, and containers are half dead often.
-        let blocks: Vec<u32> = {
+        let mut blocks: Vec<u32> = {
             let mut rng = self.rng.lock();
             let from = rng.u32(1..300);
             (from..from + rng.u32(1..200))
                 .filter(|_| rng.u8(..8) > 0)
                 .collect()
         };
+        let mut name = format!("m{}", self.below(3));
+        let again = self.below(3) == 0;
+        if let Some((id, old)) = self.kept.lock().last().filter(|_| again) {
+            // As the latest of its machine is, perhaps: taken over as it is.
+            name = id.machine.as_str().to_owned();
+            blocks.clone_from(old);
+        }
         let number = self.below(1 << 40);
         let path = self.dir.join(format!("image-{number}"));
         std::fs::write(&path, disk(&blocks)).unwrap();
-        let name = format!("m{}", self.below(3));
         let made = self
             .vault()
             .backup_at(&path, &machine(&name), "host", 1000, &mut |_| {});

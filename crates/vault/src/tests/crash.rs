@@ -62,8 +62,9 @@ fn a_backup_is_stopped_at_every_operation() {
     let setting = Setting::new();
     let first = disk(&(1..600).collect::<Vec<_>>());
     let one = setting.backup("web", &first, 100).unwrap();
-    // One container full, one begun.
-    let second = disk(&(300..4700).collect::<Vec<_>>());
+    // A segment as before, another one changed; one container full, one begun.
+    let second: Vec<u32> = (1..520).chain(700..4900).collect();
+    let second = disk(&second);
     let path = setting.image("new", &second);
     let mut runs = 0;
     for fault in FAULTS {
@@ -71,7 +72,7 @@ fn a_backup_is_stopped_at_every_operation() {
             let copy = setting.objects.copy();
             let view = copy.with_hook(move |number, _| (number == at).then_some(fault));
             let made = Vault::open_on(Arc::new(view.clone()))
-                .and_then(|v| v.backup_at(&path, &machine("new"), "host", 200, &mut |_| {}));
+                .and_then(|v| v.backup_at(&path, &machine("web"), "host", 200, &mut |_| {}));
             let what = format!("{fault:?} at {at}");
             let mut wanted = vec![(one.id.clone(), first.clone())];
             if let Ok(made) = &made {
