@@ -2,8 +2,10 @@
 //! returns rows.
 
 mod boot;
+mod chunks;
 mod client;
 mod compress;
+mod duplicates;
 mod flock;
 mod frontends;
 mod guest;
@@ -53,6 +55,13 @@ pub const ALL: &[Experiment] = &[
     region::EXPERIMENT,
     tracking::EXPERIMENT,
     vault::EXPERIMENT,
+    duplicates::EXPERIMENT,
+    duplicates::availability::EXPERIMENT,
+    chunks::EXPERIMENT,
+    vault::speed::EXPERIMENT,
+    vault::deletion::EXPERIMENT,
+    vault::summaries::EXPERIMENT,
+    vault::faults::EXPERIMENT,
     link::EXPERIMENT,
 ];
 
@@ -92,6 +101,19 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
         "vault",
         "anything: the experiment is new; more versions of a machine than the library has; an object store",
     ),
+    ("duplicates", "anything: the experiment is new"),
+    ("availability", "anything: the experiment is new"),
+    ("chunks", "anything: the experiment is new"),
+    (
+        "snapshot-speed",
+        "anything: the experiment is new; an object store",
+    ),
+    (
+        "deletion",
+        "anything: the experiment is new; an object store",
+    ),
+    ("summaries", "anything: the experiment is new"),
+    ("vault-faults", "anything: the experiment is new"),
 ];
 
 #[cfg(test)]

@@ -1,6 +1,11 @@
 //! A vault compared with backup programs: what several versions of machines take, how fast they are stored, deleted and
 //! restored.
 
+pub mod deletion;
+pub mod faults;
+pub mod speed;
+pub mod summaries;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -45,7 +50,7 @@ without encryption, by its default chunks and by fixed ones of 64 KiB. *MB a CPU
 };
 
 /// Names of images of the library, by machine, the oldest first.
-type Corpus = &'static [(&'static str, &'static [&'static str])];
+pub(super) type Corpus = &'static [(&'static str, &'static [&'static str])];
 
 const SMALLEST: Corpus = &[
     (
@@ -72,7 +77,8 @@ const SMALL: Corpus = &[
     ("one", &["small-one"]),
 ];
 
-fn corpora(lab: &Lab) -> Vec<(&'static str, Corpus, u8)> {
+/// The corpora there are: by name, with the rank of their cases.
+pub(super) fn corpora(lab: &Lab) -> Vec<(&'static str, Corpus, u8)> {
     match lab.small {
         true => vec![("small", SMALL, 1)],
         false => vec![("2-machines", SMALLEST, 1), ("8-machines", LARGER, 2)],
@@ -125,28 +131,36 @@ const ALL: [By; 6] = [
 ];
 
 /// A version of a machine.
-struct Version {
-    machine: &'static str,
-    image: PathBuf,
+pub(super) struct Version {
+    /// Of which.
+    pub machine: String,
+    /// The file.
+    pub image: PathBuf,
 }
 
-fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
+/// The versions of a corpus, round by round, as timers make them.
+pub(super) fn versions_of(lab: &Lab, corpus: &str) -> Result<Vec<Version>> {
     let corpora = corpora(lab);
     let (_, corpus, _) = corpora
         .iter()
-        .find(|(id, ..)| *id == case.id)
+        .find(|(id, ..)| *id == corpus)
         .context("no such case")?;
-    // Round by round, as timers do it.
     let rounds = corpus.iter().map(|(_, versions)| versions.len()).max();
     let mut versions = Vec::new();
     for round in 0..rounds.unwrap_or(0) {
         for (machine, names) in *corpus {
             if let Some(name) = names.get(round) {
                 let image = lab.image(name)?;
+                let machine = (*machine).to_owned();
                 versions.push(Version { machine, image });
             }
         }
     }
+    Ok(versions)
+}
+
+fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
+    let versions = versions_of(lab, &case.id)?;
     let (mut known, mut limit, mut data) = (Known::default(), 0, 0);
     for version in &versions {
         let added = known.add(&version.image)?;
@@ -178,12 +192,7 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
 }
 
 fn measure(lab: &Lab, by: By, versions: &[Version], mut row: Row) -> Result<Row> {
-    let tool = Tool {
-        by,
-        drover: lab.binary()?,
-        work: lab.work("vault")?,
-    };
-    tool.init()?;
+    let tool = Tool::new(lab, by)?;
     let (began, cpu) = (Instant::now(), watch::cpu_of_children());
     for (number, version) in versions.iter().enumerate() {
         tool.store(number, version)?;
@@ -224,6 +233,17 @@ struct Tool {
 }
 
 impl Tool {
+    /// With an empty repository.
+    fn new(lab: &Lab, by: By) -> Result<Self> {
+        let tool = Tool {
+            by,
+            drover: lab.binary()?,
+            work: lab.work("vault")?,
+        };
+        tool.init()?;
+        Ok(tool)
+    }
+
     fn store_dir(&self) -> PathBuf {
         self.work.join("store")
     }
@@ -259,15 +279,20 @@ impl Tool {
     }
 
     fn store(&self, number: usize, version: &Version) -> Result<()> {
-        let image = version.image.display().to_string();
+        let args = self.args_to_store(number, version);
+        self.run(&args.iter().map(String::as_str).collect::<Vec<_>>())?;
         match self.by {
             // Each time: a timer would do it once a week.
-            By::Drover("popular") => {
-                self.run(&["snapshot", &image, "--as", version.machine])?;
-                self.run(&["vault", "popular"])
-            }
-            By::Drover(_) => self.run(&["snapshot", &image, "--as", version.machine]),
-            By::Restic => self.run(&["backup", "--quiet", "--host", version.machine, &image]),
+            By::Drover("popular") => self.run(&["vault", "popular"]),
+            _ => Ok(()),
+        }
+    }
+
+    fn args_to_store(&self, number: usize, version: &Version) -> Vec<String> {
+        let image = version.image.display().to_string();
+        let args: &[&str] = match self.by {
+            By::Drover(_) => &["snapshot", &image, "--as", &version.machine],
+            By::Restic => &["backup", "--quiet", "--host", &version.machine, &image],
             By::Borg(chunks) => {
                 let archive = format!("::{number}");
                 let mut args = vec!["create", "--compression", "zstd,3"];
@@ -275,9 +300,10 @@ impl Tool {
                     args.extend(["--chunker-params", chunks]);
                 }
                 args.extend([archive.as_str(), image.as_str()]);
-                self.run(&args)
+                return args.into_iter().map(str::to_owned).collect();
             }
-        }
+        };
+        args.iter().map(|arg| (*arg).to_owned()).collect()
     }
 
     /// The file to which a version was restored.
@@ -295,7 +321,7 @@ impl Tool {
             }
             By::Restic => {
                 let target = out.display().to_string();
-                let host = ["restore", "latest", "--quiet", "--host", version.machine];
+                let host = ["restore", "latest", "--quiet", "--host", &version.machine];
                 self.run(&[&host[..], &["--target", &target]].concat())?;
                 Ok(below)
             }
@@ -319,7 +345,7 @@ impl Tool {
                 let forget = [
                     "vault",
                     "forget",
-                    version.machine,
+                    &version.machine,
                     "--keep-last",
                     &kept,
                     "--yes",
@@ -334,7 +360,7 @@ impl Tool {
                     "--group-by",
                     "host",
                     "--host",
-                    version.machine,
+                    &version.machine,
                 ];
                 self.run(&[&group[..], &["--keep-last", &kept, "--prune"]].concat())
             }
