@@ -5,6 +5,8 @@
 //! ([`atomic_replace`]) with a checksum ([`Envelope`]), append-only logs of records ([`record_log`]), and on those a
 //! map of runs to states ([`chunk_log`]) and a durable value per chunk ([`chunk_map`]).
 //!
+//! With the feature `s3`, `cloud` has prefixes in object stores.
+//!
 //! The meaning of a format belongs to the crate that owns it. Images of users are not read through this crate.
 //!
 //! The traits are small so that the fake can lose unsynced data: data is durable only after [`File::sync`] (contents
@@ -35,6 +37,8 @@ use std::io;
 
 pub mod chunk_log;
 pub mod chunk_map;
+#[cfg(feature = "s3")]
+pub mod cloud;
 mod disk;
 mod envelope;
 mod host;
@@ -43,6 +47,8 @@ mod replace;
 
 #[cfg(feature = "testing")]
 mod fake;
+#[cfg(all(feature = "s3", feature = "testing"))]
+pub mod testing;
 
 pub use disk::{Disk, HostDisk, SyncedFile};
 pub use envelope::{Envelope, EnvelopeError};

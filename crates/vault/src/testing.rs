@@ -1,7 +1,5 @@
 //! A store in memory whose operations can be made to fail, to stop, or to be interrupted by others; and a real S3 server.
 
-mod server;
-
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +11,7 @@ use parking_lot::Mutex;
 use crate::error::StoreError;
 use crate::objects::{Listed, Objects};
 
-pub use server::S3Server;
+pub use drover_storage::testing::S3Server;
 
 /// What an operation does instead of succeeding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,15 +1,16 @@
 //! Against a real S3 server, through a proxy that fails.
 
-mod server;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
-use std::sync::atomic::AtomicU32;
-
+use drover_storage::cloud::{MAX_TRIES, Patience};
+use drover_storage::testing::{Fault, Proxy, SILENCE, Server};
 use parking_lot::Mutex;
 
 use super::*;
 use crate::tests::{content, disk, machine, restored};
 use crate::{Checking, SnapshotId, Vault};
-use server::{Fault, Proxy, SILENCE, Server};
 
 /// Waits little.
 const HASTY: Patience = Patience {
@@ -23,27 +24,7 @@ const HASTY: Patience = Patience {
 
 /// A store behind a proxy.
 fn through(proxy: &Proxy, prefix: &str, patience: Patience) -> CloudObjects {
-    let mut objects = CloudObjects::open_with(&format!("s3://vaults/{prefix}"), HASTY).unwrap();
-    let client = ClientOptions::new()
-        .with_timeout_disabled()
-        .with_connect_timeout(patience.connect)
-        .with_allow_http(true);
-    let store = AmazonS3Builder::new()
-        .with_bucket_name("vaults")
-        .with_access_key_id("test")
-        .with_secret_access_key("testsecret")
-        .with_region("us-east-1")
-        .with_endpoint(format!("http://127.0.0.1:{}", proxy.port))
-        .with_client_options(client)
-        .with_disable_bulk_delete(true)
-        .with_retry(RetryConfig {
-            max_retries: 0,
-            ..RetryConfig::default()
-        })
-        .build();
-    objects.store = Arc::new(store.unwrap());
-    objects.patience = patience;
-    objects
+    proxy.cloud(prefix, patience, "testsecret").into()
 }
 
 struct Setting {
@@ -179,14 +160,7 @@ fn errors_are_one_line_and_retries_end() {
     assert_eq!(busy.count(), began + 1);
 
     let proxy = setting.server.proxy(|_, _, _| None);
-    let mut wrong = through(&proxy, "x", HASTY);
-    let builder = AmazonS3Builder::new()
-        .with_bucket_name("vaults")
-        .with_access_key_id("test")
-        .with_secret_access_key("another")
-        .with_allow_http(true)
-        .with_endpoint(format!("http://127.0.0.1:{}", proxy.port));
-    wrong.store = Arc::new(builder.build().unwrap());
+    let wrong: CloudObjects = proxy.cloud("x", HASTY, "another").into();
     let before = proxy.count();
     let error = wrong.create("vault", Bytes::new()).unwrap_err();
     assert!(
@@ -287,36 +261,9 @@ fn an_answer_that_is_lost_at_every_write_costs_nothing() {
     println!("{runs} runs, 0 lost");
 }
 
-/// A write has the more time the longer it is; and only what the answers say is final is final.
+/// A write has the more time the longer it is.
 #[test]
-fn slow_links_and_answers() {
-    let base = Duration::from_secs(120);
-    assert_eq!(limit_of_write(base, 100), base);
-    // A container of 4 MiB at 64 KiB/s takes 64 s.
-    assert_eq!(
-        limit_of_write(base, 4 << 20),
-        base + Duration::from_secs(64)
-    );
-    let says = |text: &str| Error::Generic {
-        store: "S3",
-        source: format!("Server returned non-2xx status code: {text}").into(),
-    };
-    for (text, wanted) in [
-        (
-            "400 Bad Request: <Error><Code>RequestTimeout</Code></Error>",
-            true,
-        ),
-        (
-            "400 Bad Request: <Error><Code>InvalidRequest</Code></Error>",
-            false,
-        ),
-        ("503 Slow Down: ", true),
-        ("429 Too Many Requests: ", true),
-        ("416 Range Not Satisfiable: ", false),
-    ] {
-        assert_eq!(is_transient(&says(text)), wanted, "{text}");
-    }
-
+fn slow_links() {
     let Some(setting) = Setting::new() else {
         return;
     };

@@ -6,7 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::testing::S3Server;
+use object_store::RetryConfig;
+use object_store::aws::AmazonS3Builder;
+use object_store::client::ClientOptions;
+use object_store::path::Path;
+
+use super::S3Server;
+use crate::cloud::{Cloud, Patience};
 
 /// What becomes of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +49,10 @@ pub struct Server {
 
 impl Server {
     /// None, said loudly, if there is no server on this host.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
     pub fn start() -> Option<Server> {
         let dir = tempfile::tempdir().unwrap();
         Some(Server {
@@ -51,7 +61,10 @@ impl Server {
         })
     }
 
-    /// A proxy before the server; its port.
+    /// A proxy before the server.
+    ///
+    /// # Panics
+    /// If there is no port.
     pub fn proxy(
         &self,
         choose: impl Fn(u64, &str, &str) -> Option<Fault> + Send + Sync + 'static,
@@ -81,13 +94,44 @@ impl Server {
 
 /// A proxy that fails as told; it ends with this.
 pub struct Proxy {
+    /// Its port on 127.0.0.1.
     pub port: u16,
     ended: Arc<AtomicBool>,
     count: Arc<AtomicU64>,
 }
 
 impl Proxy {
+    /// A prefix in the bucket of the server, through the proxy.
+    ///
+    /// # Panics
+    /// If the prefix is none.
+    #[must_use]
+    pub fn cloud(&self, prefix: &str, patience: Patience, secret: &str) -> Cloud {
+        let client = ClientOptions::new()
+            .with_timeout_disabled()
+            .with_connect_timeout(patience.connect)
+            .with_allow_http(true);
+        let store = AmazonS3Builder::new()
+            .with_bucket_name("vaults")
+            .with_access_key_id("test")
+            .with_secret_access_key(secret)
+            .with_region("us-east-1")
+            .with_endpoint(format!("http://127.0.0.1:{}", self.port))
+            .with_client_options(client)
+            .with_disable_bulk_delete(true)
+            .with_retry(RetryConfig {
+                max_retries: 0,
+                ..RetryConfig::default()
+            })
+            .build()
+            .expect("a store");
+        let url = format!("s3://vaults/{prefix}");
+        let prefix = Path::parse(prefix).expect("a prefix");
+        Cloud::over(Arc::new(store), prefix, &url, patience)
+    }
+
     /// How many requests have come.
+    #[must_use]
     pub fn count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
     }

@@ -87,7 +87,7 @@ fn program() -> Option<PathBuf> {
         .map(|dir| dir.join("versitygw"))
         .find(|program| program.is_file());
     if found.is_none() {
-        println!("SKIP vaults in an object store: no versitygw here (scripts/install-deps test)");
+        println!("SKIP object stores: no versitygw here (scripts/install-deps test)");
     }
     found
 }
