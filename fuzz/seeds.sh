@@ -87,6 +87,9 @@ seed overlay_files redo "\\1DRVRREDO\\1$(zeros 55)\\2$(zeros 16)\\20$(zeros 14)\
 directory='DRVRDIR\0\1\0\0\0\0\20\0\0\20\47\0\0\0\0\0\0'
 seed directory_device empty "$directory$(zeros 4)"
 seed directory_device chunk "$directory$(zeros 4)$(zeros 4096)"
+# Objects of 16 KiB, of which there are four and none was written; somebody has the lease. Its checksum need not be right.
+seed chunk_store disk "DRVRSTO\\0\\1\\0\\0\\0\\0\\20\\0\\0\\0\\100\\0\\0\\2\\0\\0\\0\\0\\0\\1\\0\\0\\0\\0\\0$(zeros 16)\\1$(zeros 7)\\1$(zeros 7)$(zeros 8)\\7$(zeros 23)\\1\\0\\0\\0x$(zeros 12)"
+seed chunk_store reply '*2\r\n$1\r\n0\r\n*1\r\n$3\r\nabc\r\n'
 # An opening message; a background read, part of an epoch; what a site answers to an opening and to a read of two chunks, of
 # which one is zeros; and the pieces of such an answer.
 seed mount_messages open "\\0$(zeros 16)\\1\\1\\7web.img\\1\\200\\200\\4\\0\\2at"

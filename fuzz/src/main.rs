@@ -6,6 +6,7 @@
 mod batch_decode;
 mod calls;
 mod chunk_log;
+mod chunk_store;
 mod control_messages;
 mod directory_device;
 mod flock_messages;
@@ -46,6 +47,7 @@ const TARGETS: &[(&str, Target)] = &[
     ("batch_decode", batch_decode::run),
     ("calls", calls::run),
     ("chunk_log", chunk_log::run),
+    ("chunk_store", chunk_store::run),
     ("control_messages", control_messages::run),
     ("directory_device", directory_device::run),
     ("flock_messages", flock_messages::run),

@@ -1,5 +1,6 @@
 //! Backends: devices that store bytes themselves.
 
+pub mod chunk_store;
 mod directory;
 mod file;
 mod image;
@@ -7,6 +8,7 @@ mod memory;
 pub mod nbd;
 pub mod overlay;
 
+pub use chunk_store::StoreDevice;
 pub use directory::{DirectoryDevice, DirectoryOptions, MAX_CHUNKS};
 pub use file::FileDevice;
 pub use image::ImageDevice;

@@ -2,12 +2,16 @@
 
 mod faults;
 mod probe;
+#[cfg(feature = "redis")]
+mod redis;
 
 pub use faults::{
     Bucket, Cut, CutHandle, CutHow, Delay, Errors, ErrorsHandle, Fault, Latency, Rate, Strict,
     When, Wire,
 };
 pub use probe::{Call, Probe};
+#[cfg(feature = "redis")]
+pub use redis::RedisProcess;
 
 use drover_core::{BlockDevice, DeviceError, ExtentKind, Zeroes};
 

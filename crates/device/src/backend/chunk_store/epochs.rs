@@ -1,0 +1,66 @@
+//! What a managed device pushes to a disk in a store.
+
+use std::sync::Arc;
+
+use drover_core::{BlockDevice, DeviceError, Zeroes};
+use parking_lot::Mutex;
+
+use super::device::StoreDevice;
+use crate::local_remote::Committer;
+use crate::remote::{Change, Epoch};
+
+/// What a managed device pushes to a disk in a store: an epoch is there as a whole, or not at all. Nothing else may write
+/// to the disk meanwhile.
+pub struct Epochs {
+    device: Arc<StoreDevice>,
+    /// The epoch that is being pushed.
+    staged: Mutex<Option<Epoch>>,
+}
+
+impl Epochs {
+    /// For a disk.
+    #[must_use]
+    pub fn new(device: Arc<StoreDevice>) -> Self {
+        Epochs {
+            device,
+            staged: Mutex::new(None),
+        }
+    }
+}
+
+impl Committer for Epochs {
+    fn committed(&self) -> Epoch {
+        Epoch(self.device.inner.committed.lock().header.epoch)
+    }
+
+    fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
+        {
+            let mut staged = self.staged.lock();
+            if *staged != Some(epoch) {
+                // What there is of another one was given up.
+                self.device.inner.revert()?;
+                *staged = Some(epoch);
+            }
+        }
+        for change in changes {
+            match change {
+                Change::Write(offset, bytes) => self.device.write(*offset, bytes)?,
+                Change::Zero(offset, length) => {
+                    self.device
+                        .write_zeroes(*offset, *length, Zeroes::default())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn commit(&self, epoch: Epoch, _: u64) -> Result<(), DeviceError> {
+        let mut staged = self.staged.lock();
+        if self.committed() == epoch {
+            return Ok(());
+        }
+        self.device.inner.commit(Some(epoch))?;
+        *staged = None;
+        Ok(())
+    }
+}
