@@ -3,6 +3,7 @@
 //! The guest is one program (`guest.c`, which says what it does) on the kernel that `lab/guest/fetch.sh` keeps. Where
 //! something is missing, [`program`] and [`Guest::build`] say SKIP and what to do, and return `None`.
 
+mod booted;
 mod guest;
 mod libvirt;
 mod qemu;

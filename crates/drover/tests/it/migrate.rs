@@ -142,7 +142,8 @@ impl Sites {
 
     fn launch(&self, disk: &[Node]) -> Launch {
         let launch = disk.iter().fold(Launch::new(), Launch::node);
-        launch.disk("vd0", "disk").guest(&self.guest, 10, 4)
+        let launch = launch.disk("vd0", "disk").guest(&self.guest, 10, 4);
+        launch.booted()
     }
 
     /// The machine, with a raw file as its disk.

@@ -4,6 +4,7 @@
 // A record fills a block: magic, number, words that follow from the number, a checksum. Record n is in block n modulo the
 // blocks of the disk; the first is 1. On the console:
 //
+//   guest: booted         it has not looked at its disks yet
 //   guest: start N        the last record that was found at boot
 //   guest: beat N         record N is durable, and N-1 was still there
 //   guest: verified N     every record that must be there is, up to N: the answer to a line that begins with v
@@ -12,7 +13,8 @@
 //                         video, edits a text, and a browser keeps what it has seen
 //
 // Parameters on the kernel's command line: pace=MS between records, dirty=MIB of memory that change with each (a byte of
-// each page, which is what it was before), noise=MIB of memory that does not compress and stays as it is, both=1 to write each record to the second disk, too, after the first.
+// each page, which is what it was before), noise=MIB of memory that does not compress and stays as it is, both=1 to write each record to the second disk, too, after the first,
+// rest=MS before it looks at its disks.
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -210,6 +212,8 @@ int main(void) {
   uint64_t *words = noise ? malloc(noise * 8) : NULL;
   for (unsigned long i = 0; i < noise; i++) words[i] = mixed(i + 1);
 
+  printf("guest: booted\n");
+  usleep(parameter(text, "rest=") * 1000);
   for (int tries = 0; (disk = open("/dev/vda", O_RDWR | O_DIRECT | O_DSYNC | O_CLOEXEC)) < 0; tries++) {
     if (tries == 500) fail("/dev/vda");
     usleep(10000);

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use super::booted::{name_of, shared};
 use super::skip;
 
 /// In the order in which they are loaded. What a kernel has built in has no file.
@@ -63,35 +64,55 @@ impl Guest {
             );
         };
         let modules = only(&tree.join("usr/lib/modules"), "").expect("a kernel with modules");
-        let source = directory.join("init.c");
-        let init = directory.join("init");
-        fs::write(&source, include_str!("guest.c")).expect("a directory to write to");
-        let compiled = Command::new("cc")
-            .args(["-static", "-O2", "-s", "-o"])
-            .args([&init, &source])
-            .output();
-        match compiled {
-            Ok(done) if done.status.success() => {}
-            Ok(done) => panic!("cc: {}", String::from_utf8_lossy(&done.stderr)),
-            Err(e) => return skip(test, &format!("no C compiler (build-essential): {e}")),
+        let of = name_of(&(include_str!("guest.c"), wanted, &modules));
+        // Once for all tests, where that is possible.
+        let initrd = match shared() {
+            Some(shared) => shared.join(format!("{of}.initrd")),
+            None => directory.join("initrd"),
+        };
+        if !initrd.exists() {
+            make_initrd(test, directory, &modules, wanted, &initrd)?;
         }
-        let mut archive = Archive::default();
-        archive.add("dev", 0o040_755, &[]);
-        archive.add("proc", 0o040_755, &[]);
-        archive.add("dev/console", 0o020_600, &[]);
-        archive.add("init", 0o100_755, &fs::read(&init).expect("the program"));
-        let found = wanted.iter().flat_map(|module| {
-            let path = modules.join("kernel").join(module);
-            [path.clone(), path.with_extension("ko.xz")]
-        });
-        for (number, module) in found.filter(|path| path.exists()).enumerate() {
-            let content = fs::read(module).expect("a module");
-            archive.add(&format!("{number}.ko"), 0o100_644, &content);
-        }
-        let initrd = directory.join("initrd");
-        fs::write(&initrd, archive.finish()).expect("a directory to write to");
         Some(Guest { kernel, initrd })
     }
+}
+
+fn make_initrd(
+    test: &str,
+    directory: &Path,
+    modules: &Path,
+    wanted: &[&str],
+    initrd: &Path,
+) -> Option<()> {
+    let source = directory.join("init.c");
+    let init = directory.join("init");
+    fs::write(&source, include_str!("guest.c")).expect("a directory to write to");
+    let compiled = Command::new("cc")
+        .args(["-static", "-O2", "-s", "-o"])
+        .args([&init, &source])
+        .output();
+    match compiled {
+        Ok(done) if done.status.success() => {}
+        Ok(done) => panic!("cc: {}", String::from_utf8_lossy(&done.stderr)),
+        Err(e) => return skip(test, &format!("no C compiler (build-essential): {e}")),
+    }
+    let mut archive = Archive::default();
+    archive.add("dev", 0o040_755, &[]);
+    archive.add("proc", 0o040_755, &[]);
+    archive.add("dev/console", 0o020_600, &[]);
+    archive.add("init", 0o100_755, &fs::read(&init).expect("the program"));
+    let found = wanted.iter().flat_map(|module| {
+        let path = modules.join("kernel").join(module);
+        [path.clone(), path.with_extension("ko.xz")]
+    });
+    for (number, module) in found.filter(|path| path.exists()).enumerate() {
+        let content = fs::read(module).expect("a module");
+        archive.add(&format!("{number}.ko"), 0o100_644, &content);
+    }
+    let beside = initrd.with_extension(format!("{}.new", std::process::id()));
+    fs::write(&beside, archive.finish()).expect("a directory to write to");
+    fs::rename(&beside, initrd).expect("a directory to write to");
+    Some(())
 }
 
 /// The entry of a directory whose name begins so.

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
+use super::booted::{goes_on, let_run, state_of};
 use super::{Guest, PATIENCE, skip};
 use crate::machine::{Machine, Node};
 
-const PROGRAM: &str = "qemu-system-x86_64";
+pub(super) const PROGRAM: &str = "qemu-system-x86_64";
 
 /// Whether QEMU is installed; if not, says SKIP for `test` and returns `None`.
 #[must_use]
@@ -27,7 +28,10 @@ pub fn program(test: &str) -> Option<()> {
 #[derive(Debug, Clone)]
 pub struct Launch {
     arguments: Vec<String>,
+    nodes: Vec<Node>,
     kernel: String,
+    /// Whether the guest may have booted before.
+    booted: bool,
 }
 
 impl Default for Launch {
@@ -52,6 +56,8 @@ impl Launch {
         );
         Launch {
             arguments: fixed.split(' ').map(str::to_owned).collect(),
+            nodes: Vec::new(),
+            booted: false,
             kernel: "console=ttyS0 quiet panic=-1 mitigations=off".into(),
         }
     }
@@ -69,6 +75,7 @@ impl Launch {
     pub fn node(mut self, node: &Node) -> Self {
         self.arguments
             .extend(["-blockdev".into(), node.options().to_string()]);
+        self.nodes.push(node.clone());
         self
     }
 
@@ -115,7 +122,40 @@ impl Launch {
     /// Waiting for a migration, paused.
     #[must_use]
     pub fn incoming(self) -> Self {
-        self.with("-S -incoming defer")
+        let waits = self.with("-S -incoming defer");
+        Launch {
+            booted: false,
+            ..waits
+        }
+    }
+
+    /// Where a guest with such a machine has booted before, in this test or another, it goes on from there: what is to be tested begins
+    /// later. Its disks are raw.
+    #[must_use]
+    pub fn booted(self) -> Self {
+        Launch {
+            booted: true,
+            ..self
+        }
+    }
+
+    /// The arguments of the same machine with disks that are nothing; none where that is another machine.
+    fn without_disks(&self) -> Option<Vec<String>> {
+        let mut arguments = self.arguments.clone();
+        for node in &self.nodes {
+            let null = match node {
+                Node::Raw { .. } | Node::Null { .. } => continue,
+                Node::File { name, path } => Node::Null {
+                    name: name.clone(),
+                    size: fs::metadata(path).ok()?.len(),
+                },
+                _ => return None,
+            };
+            let (it, null) = (node.options().to_string(), null.options().to_string());
+            let found = arguments.iter_mut().filter(|argument| **argument == it);
+            found.for_each(|argument| argument.clone_from(&null));
+        }
+        Some(arguments)
     }
 
     /// The arguments of QEMU, for what starts it by other means.
@@ -133,8 +173,11 @@ impl Launch {
         let file = |kind: &str| directory.join(format!("{name}.{kind}"));
         let listening = "server=on,wait=off";
         let errors = fs::File::create(file("err")).expect("a directory to write to");
+        let same = self.without_disks().filter(|_| self.booted);
+        let state = same.and_then(|arguments| state_of(&arguments));
         let child = Command::new(PROGRAM)
             .args(&self.arguments)
+            .args(state.iter().flat_map(|state| goes_on(state)))
             .args(["-name", name])
             .args([
                 "-qmp",
@@ -154,13 +197,17 @@ impl Launch {
             .stderr(errors)
             .spawn()
             .expect("a QEMU that starts");
-        Qemu {
+        let mut qemu = Qemu {
             child: Some(child),
             socket: file("qmp"),
             console: file("console"),
             log: file("log"),
             errors: file("err"),
+        };
+        if state.is_some() {
+            let_run(&file("qmp"), || qemu.running());
         }
+        qemu
     }
 }
 
