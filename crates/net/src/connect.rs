@@ -90,7 +90,40 @@ pub async fn connect_any<A: AsRef<str>>(
     found.map(|(_, connection)| connection)
 }
 
-/// The same, and which address it was; `last` is tried after all others.
+/// Why no address led to a connection.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct NoConnection {
+    /// What says most.
+    pub error: NetError,
+    /// Whether something took a connection at one of the addresses, and did not show who it is: it may be the site.
+    pub may_be_there: bool,
+}
+
+/// The same, for whom it makes a difference whether the site may be there.
+///
+/// # Errors
+/// As [`connect_any`].
+pub async fn connect_or_tell<A: AsRef<str>>(
+    addresses: &[A],
+    identity: &Identity,
+    expected: &PeerKey,
+    options: &ConnectOptions,
+) -> Result<Connection, NoConnection> {
+    match try_all(addresses, identity, expected, options, None).await {
+        Ok((_, connection)) => Ok(connection),
+        Err(failures) => Err(NoConnection {
+            may_be_there: failures.is_silent,
+            error: failures.into_error(&texts(addresses), options),
+        }),
+    }
+}
+
+fn texts<A: AsRef<str>>(addresses: &[A]) -> Vec<&str> {
+    addresses.iter().map(AsRef::as_ref).collect()
+}
+
+/// As [`connect_any`], and which address it was; `last` is tried after all others.
 pub(crate) async fn connect_first<A: AsRef<str>>(
     addresses: &[A],
     identity: &Identity,
@@ -98,6 +131,17 @@ pub(crate) async fn connect_first<A: AsRef<str>>(
     options: &ConnectOptions,
     last: Option<SocketAddr>,
 ) -> Result<(SocketAddr, Connection), NetError> {
+    let tried = try_all(addresses, identity, expected, options, last).await;
+    tried.map_err(|failures| failures.into_error(&texts(addresses), options))
+}
+
+async fn try_all<A: AsRef<str>>(
+    addresses: &[A],
+    identity: &Identity,
+    expected: &PeerKey,
+    options: &ConnectOptions,
+    last: Option<SocketAddr>,
+) -> Result<(SocketAddr, Connection), Failures> {
     let mut failures = Failures::default();
     let mut targets: Vec<SocketAddr> = Vec::new();
     for address in addresses.iter().map(AsRef::as_ref) {
@@ -125,8 +169,7 @@ pub(crate) async fn connect_first<A: AsRef<str>>(
                 (target, result)
             });
         } else if running.is_empty() {
-            let joined: Vec<&str> = addresses.iter().map(AsRef::as_ref).collect();
-            return Err(failures.into_error(&joined, options));
+            return Err(failures);
         }
         // Wait for a result, but not longer than it is polite when another address is left.
         let done = if waiting.len() == 0 {
@@ -317,14 +360,21 @@ struct Failures {
     unreachable: Vec<(SocketAddr, String)>,
     wrong: Option<NetError>,
     other: Option<NetError>,
+    /// Something took a connection, and then said nothing, or nothing more.
+    is_silent: bool,
 }
 
 impl Failures {
     fn add(&mut self, target: SocketAddr, failure: Failure) {
         match failure {
             Failure::Unreachable(reason) => self.unreachable.push((target, reason)),
+            // What is no drover, or another one, has shown it.
+            Failure::Final(e @ NetError::Handshake { .. }) => self.other = Some(e),
             Failure::Final(e @ NetError::WrongPeer { .. }) => self.wrong = Some(e),
-            Failure::Final(e) => self.other = Some(e),
+            Failure::Final(e) => {
+                self.is_silent = true;
+                self.other = Some(e);
+            }
         }
     }
 

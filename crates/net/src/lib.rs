@@ -82,7 +82,9 @@ mod tls;
 mod until;
 
 pub use backoff::Backoff;
-pub use connect::{ConnectOptions, MAX_ATTEMPTS, connect, connect_any};
+pub use connect::{
+    ConnectOptions, MAX_ATTEMPTS, NoConnection, connect, connect_any, connect_or_tell,
+};
 pub use connection::Connection;
 pub use error::NetError;
 pub use frame::{

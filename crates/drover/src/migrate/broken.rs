@@ -61,7 +61,7 @@ pub async fn break_move(home: &Home, name: &ImageName, args: &MigrateArgs) -> Re
         Ok(decision) => decision == Decision::Refused,
         Err(NoAnswer::Unsaid(e)) => {
             return Err(failure::refused(format!(
-                "{peer} answers, and may have {name}: {}: wait until it says what it decided, and run the same command again; only if {peer} is lost for good, stop its site first",
+                "{peer} answers, and may have {name}: {}: wait until it says what it decided, and run the same command again; only if {peer} is lost for good, stop its site first, or what takes connections at its address",
                 one_line(&e)
             )));
         }

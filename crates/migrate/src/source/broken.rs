@@ -7,18 +7,18 @@ use drover_core::ImageName;
 use drover_hypervisor::Hypervisor;
 use drover_hypervisor::libvirt::DomainState;
 use drover_hypervisor::machine::RunState;
-use drover_net::{Code, Refusal, decode};
+use drover_net::{Code, ConnectOptions, Refusal, connect_or_tell, decode};
 use drover_store::machine::{Decision, MachineRecord, Machines, Move, Token};
 use drover_teleport::SendOptions;
 
 use super::disks::Disks;
 use super::left::{FORMAT, LeftDisks, TAKEN};
-use super::{call_over, connect, lock, restore};
+use super::{call_over, lock, restore};
 use crate::error::MigrateError;
 use crate::protocol::{Answer, Ask, Kind, OpenMove, kind};
 use crate::talk::Talk;
 
-/// How long it may take to reach the destination, and how long that then may take to say what it decided.
+/// How long the destination may take, once it is reached, to say what it decided.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
 
 /// Gives up a move that no process works on any more, and lets the machine run on here. The other site is not told. A machine
@@ -75,7 +75,8 @@ pub enum NoAnswer {
     /// It was not reached: it may be lost.
     #[error(transparent)]
     Unreached(MigrateError),
-    /// It was reached, has proved its key, and has not said it: it may have the machine.
+    /// It has proved its key and has not said it, or something took a connection at its address and has not shown who it is: it may
+    /// have the machine.
     #[error(transparent)]
     Unsaid(MigrateError),
 }
@@ -104,8 +105,13 @@ pub async fn ask_once(
         memory_bytes: 0,
         mounted: Vec::new(),
     };
-    let connection = in_time("the connection", connect(send)).await;
-    let connection = connection.map_err(NoAnswer::Unreached)?;
+    let to = ConnectOptions::named(&send.peer_name);
+    let connection = connect_or_tell(&send.addresses, &send.identity, &send.peer, &to).await;
+    let connection = connection.map_err(|none| match none.may_be_there {
+        // A process that is stopped, or has too much to do.
+        true => NoAnswer::Unsaid(none.error.into()),
+        false => NoAnswer::Unreached(none.error.into()),
+    })?;
     let asked = async {
         let (reader, writer, _, _) = call_over(connection, send, &open).await?;
         let mut talk = Talk::new(reader, writer);
@@ -116,19 +122,13 @@ pub async fn ask_once(
         }
         Ok(answer.decision)
     };
-    let decision = in_time("its answer", asked).await;
-    decision.map_err(NoAnswer::Unsaid)
-}
-
-async fn in_time<T>(
-    what: &'static str,
-    step: impl Future<Output = Result<T, MigrateError>>,
-) -> Result<T, MigrateError> {
+    let decision = tokio::time::timeout(ASK_LIMIT, asked).await;
     let limit = |_| MigrateError::TooLong {
-        what,
+        what: "its answer",
         seconds: ASK_LIMIT.as_secs(),
     };
-    tokio::time::timeout(ASK_LIMIT, step).await.map_err(limit)?
+    let decision = decision.map_err(limit).and_then(|decision| decision);
+    decision.map_err(NoAnswer::Unsaid)
 }
 
 /// What has become of a machine whose move was broken.
@@ -220,10 +220,50 @@ fn mounts(rest: &Path) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use drover_net::encode;
+    use std::sync::Arc;
+
+    use drover_net::{Identity, encode};
     use drover_store::machine::{Other, Seed};
+    use tokio::net::TcpListener;
 
     use super::*;
+
+    #[tokio::test]
+    async fn only_a_destination_where_nothing_takes_a_connection_counts_as_lost() {
+        let (token, to) = (
+            Token([1; 16]),
+            Other {
+                key: [1; 32],
+                name: "far".into(),
+            },
+        );
+        let here = MachineRecord::new(Seed([3; 16]), Vec::new());
+        let known = here.leave(token, to).unwrap().commit(token).unwrap();
+        let name = ImageName::new("web").unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let send = SendOptions {
+            identity: Identity::generate(),
+            peer: Identity::generate().key(),
+            peer_name: "far".into(),
+            addresses: vec![address],
+            route: Arc::default(),
+            limit: None,
+            dry_run: false,
+            connections: None,
+            compress: None,
+            give_up_after: Duration::ZERO,
+            profiles: None,
+        };
+        let taken = async {
+            let taken = listener.accept().await.unwrap();
+            drop((taken, listener));
+        };
+        let (asked, ()) = tokio::join!(ask_once(&send, &name, &known), taken);
+        assert!(matches!(asked, Err(NoAnswer::Unsaid(_))), "{asked:?}");
+        let asked = ask_once(&send, &name, &known).await;
+        assert!(matches!(asked, Err(NoAnswer::Unreached(_))), "{asked:?}");
+    }
 
     #[tokio::test]
     async fn only_the_commitment_that_a_person_was_told_of_is_broken() {

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use drover_net::{ConnectOptions, Identity, Listener, NetError, Route, connect, connect_any};
+use drover_net::{
+    ConnectOptions, Identity, Listener, NetError, Route, connect, connect_any, connect_or_tell,
+};
 use tokio::net::TcpListener;
 
 use crate::util::listener;
@@ -80,6 +82,51 @@ async fn the_address_where_the_right_site_answers_wins() {
         both.iter().all(|a| e.to_string().contains(a.as_str())),
         "{e}"
     );
+}
+
+#[tokio::test]
+async fn what_takes_a_connection_and_is_silent_may_be_the_site() {
+    let (me, key) = (Identity::generate(), Identity::generate().key());
+    let options = ConnectOptions {
+        step_timeout: Duration::from_millis(300),
+        ..ConnectOptions::named("lyon")
+    };
+    let tell = async |addresses: &[String]| {
+        let told = connect_or_tell(addresses, &me, &key, &options).await;
+        told.unwrap_err()
+    };
+    // The kernel takes connections for a process that is stopped.
+    let stopped = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let stopped = (stopped.local_addr().unwrap().to_string(), stopped);
+    let closes = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let closing = closes.local_addr().unwrap().to_string();
+    tokio::spawn(async move {
+        loop {
+            drop(closes.accept().await.unwrap());
+        }
+    });
+    let (other, _) = listener().await;
+    let wrong = other.local_addr().to_string();
+    tokio::spawn(async move {
+        loop {
+            let pending = other.accept().await.unwrap();
+            tokio::spawn(pending.handshake());
+        }
+    });
+    let nobody = unused_address().await;
+    assert!(!tell(&[]).await.may_be_there);
+    assert!(!tell(std::slice::from_ref(&nobody)).await.may_be_there);
+    assert!(
+        tell(&[nobody.clone(), stopped.0.clone()])
+            .await
+            .may_be_there
+    );
+    assert!(tell(&[closing]).await.may_be_there);
+    let told = tell(&[wrong.clone(), nobody]).await;
+    assert!(matches!(told.error, NetError::WrongPeer { .. }) && !told.may_be_there);
+    // Also where another error says more.
+    let told = tell(&[wrong, stopped.0]).await;
+    assert!(matches!(told.error, NetError::WrongPeer { .. }) && told.may_be_there);
 }
 
 /// A site runs on two nodes: what belongs together goes to one of them.
