@@ -11,6 +11,7 @@ use drover_image::Outgoing;
 use drover_teleport::progress::SendEvent;
 use drover_teleport::{SendItem, TeleportError, digest_of};
 use parking_lot::Mutex;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::JoinHandle;
 
 use super::report::{MoveEvent, OnMove};
@@ -32,8 +33,14 @@ pub struct Reader {
     begun: BTreeSet<ImageName>,
     /// `None` before the first.
     queue: Option<Sender<State>>,
-    read: Option<JoinHandle<Result<Vec<Read>, TeleportError>>>,
+    read: Option<Reading>,
     stop: Arc<AtomicBool>,
+}
+
+/// The thread that reads, and what it has read.
+struct Reading {
+    thread: JoinHandle<Result<(), TeleportError>>,
+    read: UnboundedReceiver<Read>,
 }
 
 /// A state of a disk, to be read; its name at the other site.
@@ -50,10 +57,12 @@ impl Reader {
         }
         if self.queue.is_none() {
             let (queue, states) = channel();
+            // As many as there are disks.
+            let (found, read) = unbounded_channel();
             let stop = Arc::clone(&self.stop);
             self.queue = Some(queue);
-            let read = move || read_all(&states, &stop);
-            self.read = Some(tokio::task::spawn_blocking(read));
+            let thread = tokio::task::spawn_blocking(move || read_all(&states, &found, &stop));
+            self.read = Some(Reading { thread, read });
         }
         if let Some(queue) = &self.queue {
             // It has ended with an error, which is told at the end.
@@ -72,7 +81,8 @@ impl Reader {
         let digests = delivered.into_iter().map(|one| (one.name, one.digest));
         Proof {
             delivered: digests.collect(),
-            compared: self.read.take(),
+            reading: self.read.take(),
+            wrong: None,
             stop,
         }
     }
@@ -106,53 +116,87 @@ pub fn reader_of(items: &[SendItem], on_event: OnMove) -> (Arc<Mutex<Reader>>, O
     (reader, Arc::new(on_event))
 }
 
-fn read_all(states: &Receiver<State>, stop: &AtomicBool) -> Result<Vec<Read>, TeleportError> {
-    let mut read = Vec::new();
+fn read_all(
+    states: &Receiver<State>,
+    found: &UnboundedSender<Read>,
+    stop: &AtomicBool,
+) -> Result<(), TeleportError> {
     while let Ok((name, image)) = states.recv() {
         let digest = digest_of(&image, &|| stop.load(Ordering::Relaxed))?;
-        read.push((name, digest));
+        // Nobody may want to know it any more.
+        let _ = found.send((name, digest));
     }
-    Ok(read)
+    Ok(())
 }
 
 /// A comparison that is under way; it ends when this is dropped.
 pub struct Proof {
+    /// What is not compared yet.
     delivered: Vec<(ImageName, Digest)>,
-    compared: Option<JoinHandle<Result<Vec<Read>, TeleportError>>>,
+    reading: Option<Reading>,
+    /// What was found to be wrong.
+    wrong: Option<MigrateError>,
     stop: Arc<AtomicBool>,
 }
 
 impl Proof {
     /// Whether [`Self::done`] has not returned yet.
     pub fn is_pending(&self) -> bool {
-        self.compared.is_some()
+        self.reading.is_some()
     }
 
     /// Whether it would return at once, and has not yet.
-    pub fn is_finished(&self) -> bool {
-        self.compared.as_ref().is_some_and(JoinHandle::is_finished)
+    pub fn is_finished(&mut self) -> bool {
+        while let Some(Ok(read)) = self.reading.as_mut().map(|of| of.read.try_recv()) {
+            self.compare(read);
+        }
+        self.reading.as_ref().is_some_and(|reading| {
+            self.wrong.is_some() || self.delivered.is_empty() || reading.thread.is_finished()
+        })
     }
 
-    /// Waits until all are compared. Cancel safe.
+    fn compare(&mut self, (name, found): Read) {
+        let is_it = |(delivered, _): &(ImageName, Digest)| *delivered == name;
+        // One that was read after all when it was sent anew is none of these.
+        let Some(at) = self.delivered.iter().position(is_it) else {
+            return;
+        };
+        let (_, digest) = self.delivered.swap_remove(at);
+        match found {
+            Some(found) if found == digest => {}
+            Some(_) => self.wrong = Some(MigrateError::OldCopy(name)),
+            None => self.wrong = Some(MigrateError::Stopped),
+        }
+    }
+
+    /// Waits until all are compared, or one differs. Then nothing is read any more. Cancel safe.
     ///
     /// # Errors
     /// [`MigrateError::OldCopy`] when one differs; or it cannot be read.
     pub async fn done(&mut self) -> Result<(), MigrateError> {
-        let Some(compared) = &mut self.compared else {
-            return Ok(());
-        };
-        let compared = compared.await;
-        self.compared = None;
-        let read = compared.map_err(|_| MigrateError::Stopped)??;
-        for (name, digest) in self.delivered.drain(..) {
-            let found = read.iter().find(|(read, _)| *read == name);
-            match found.and_then(|(_, digest)| *digest) {
-                Some(found) if found == digest => {}
-                Some(_) => return Err(MigrateError::OldCopy(name)),
-                None => return Err(MigrateError::Stopped),
+        while self.wrong.is_none() && !self.delivered.is_empty() {
+            let Some(reading) = &mut self.reading else {
+                return Ok(());
+            };
+            match reading.read.recv().await {
+                Some(read) => self.compare(read),
+                None => break,
             }
         }
-        Ok(())
+        let Some(reading) = &mut self.reading else {
+            return Ok(());
+        };
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = (&mut reading.thread).await;
+        self.reading = None;
+        if let Some(wrong) = self.wrong.take() {
+            return Err(wrong);
+        }
+        ended.map_err(|_| MigrateError::Stopped)??;
+        match self.delivered.is_empty() {
+            true => Ok(()),
+            false => Err(MigrateError::Stopped),
+        }
     }
 }
 
@@ -223,6 +267,55 @@ mod tests {
             matches!(&found, MigrateError::OldCopy(name) if name.as_str() == "web-0.raw"),
             "{found}"
         );
+    }
+
+    /// Content that is never read to its end.
+    struct Endless;
+
+    impl drover_core::ReadAt for Endless {
+        fn len(&self) -> u64 {
+            1 << 40
+        }
+
+        fn read_at(&self, buffer: &mut [u8], _: u64) -> std::io::Result<usize> {
+            buffer.fill(1);
+            Ok(buffer.len())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_wrong_copy_is_found_before_the_next_disk_is_read() {
+        let (was, is) = (image(vec![7; 100_000]), image(vec![9; 100_000]));
+        let all = 0..1 << 40;
+        let endless = Arc::new(Outgoing {
+            layout: Layout::in_file_order(all.end, std::slice::from_ref(&all)),
+            content: Arc::new(Endless),
+            format: Format::Raw,
+            virtual_size: all.end,
+            notes: Vec::new(),
+            stamps: Vec::new(),
+        });
+        for waits in [false, true] {
+            let wrong = Delivered {
+                image: Arc::clone(&is),
+                ..delivered("web-0.raw", &was)
+            };
+            let next = Delivered {
+                name: ImageName::new("web-1.raw").unwrap(),
+                image: Arc::clone(&endless),
+                digest: Digest([1; 32]),
+            };
+            let mut proof = Reader::default().compare(vec![wrong, next]);
+            while !waits && !proof.is_finished() {
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            }
+            let found = proof.done().await.unwrap_err();
+            assert!(
+                matches!(&found, MigrateError::OldCopy(name) if name.as_str() == "web-0.raw"),
+                "{found}"
+            );
+            assert!(!proof.is_pending());
+        }
     }
 
     #[tokio::test]
