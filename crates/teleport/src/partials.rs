@@ -459,6 +459,13 @@ pub struct Transit {
     partial: Arc<Partial>,
 }
 
+impl Transit {
+    /// What is known of its blocks.
+    pub fn partial(&self) -> Arc<Partial> {
+        Arc::clone(&self.partial)
+    }
+}
+
 impl std::ops::Deref for Transit {
     type Target = Partial;
 

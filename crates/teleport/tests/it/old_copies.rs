@@ -4,8 +4,9 @@
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use drover_core::{Digest, ReadAt};
+use drover_core::{BlockDevice, Digest, ReadAt};
 use drover_image::{Format, Layout, Outgoing};
 use drover_net::service::{Request, encode_call, reply_in};
 use drover_net::{ConnectOptions, FrameReader, FrameWriter, Role, connect, encode, greet, service};
@@ -15,7 +16,7 @@ use drover_store::generations::{Contents, Generations, Summary};
 use drover_teleport::protocol::{Offer, kind};
 use drover_teleport::services::{JoinSession, OpenSession};
 use drover_teleport::testing::{Batch, Have};
-use drover_teleport::{OldCopy, Snapshot, digest_of};
+use drover_teleport::{LaunchDevice, OldCopy, Snapshot, digest_of};
 use proptest::prelude::*;
 
 use crate::harness::*;
@@ -260,6 +261,41 @@ impl Raw {
         }
         panic!("it is not refused");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_does_not_wait_for_the_source_where_an_old_copy_has_it() {
+    let (_dir, there) = start().await;
+    let (old, seed) = (random(5), summary());
+    copy_of(&there, old.clone(), vec![0..1], seed.clone());
+    let (mut control, _data) = Raw::session(&there).await;
+    control.offer(Some(&seed.encode())).await;
+    while control.hear().await.unwrap().kind != kind::ACCEPT {}
+    // The source says nothing more.
+    let site = there.site.clone();
+    let read = tokio::task::spawn_blocking(move || {
+        let name = drover_core::ImageName::new("web-0.raw").unwrap();
+        let launch = loop {
+            match site.launch(&name).unwrap() {
+                Some(launch) => break launch,
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let device = LaunchDevice::open(&launch).unwrap();
+        let mut read = vec![1; 40_000];
+        // The last first, with zeros between.
+        for at in [SIZE - 40_000, (22 << 20) - 20_000, 9 << 20] {
+            let begun = Instant::now();
+            while !device.is_here(at as u64, 40_000) {
+                assert!(begun.elapsed() < Duration::from_secs(60), "{at} waits");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            device.read(at as u64, &mut read).unwrap();
+            assert!(read == old[at..at + 40_000], "{at}");
+        }
+        assert!(!device.is_here(0, 4096), "that differs");
+    });
+    read.await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

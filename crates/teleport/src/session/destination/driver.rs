@@ -59,7 +59,8 @@ pub fn drive(
             let next = prepared.machine.next_batch();
             let into = Arc::clone(&prepared.incoming);
             let compare = prepared.transfer.compare;
-            let taken = TakenAhead::start(site, Arc::clone(known), into, compare, next);
+            let (known, partial) = (Arc::clone(known), prepared.transit.partial());
+            let taken = TakenAhead::start(site, known, into, partial, compare, next);
             let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
             Some(taken.map_err(failed)?)
         }
@@ -486,8 +487,14 @@ impl Driver<'_> {
         is_known && index >= self.prepared.machine.next_batch()
     }
 
-    /// Those of wanted blocks that are not still to be taken from the old copy of the disk.
+    /// Those of wanted blocks that are not still to be taken from the old copy of the disk; the others are taken first.
     fn not_taken(&self, want: Want) -> Want {
+        let batches = want.runs.blocks().map(|block| block / BATCH_BLOCKS);
+        let mut batches: Vec<u64> = batches.filter(|batch| self.is_taken(*batch)).collect();
+        batches.dedup();
+        if let Some(taken) = &self.taken {
+            batches.into_iter().for_each(|batch| taken.hurry(batch));
+        }
         let blocks = want.runs.blocks();
         let runs = blocks.filter(|block| !self.is_taken(block / BATCH_BLOCKS));
         Want {
