@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,12 @@ const ROUSE_POLL: Duration = Duration::from_millis(200);
 
 /// How often it is looked at afterwards, as long as the machine is here.
 const ROUSE_LATER: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether a machine is prepared whose memory has come.
+const PREPARED_POLL: Duration = Duration::from_millis(10);
+
+/// Attempts to copy machines that were begun in this process.
+static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
 
 /// A future that borrows.
 pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -204,11 +211,19 @@ struct Coming {
     rest: Option<Arc<Transfer>>,
     /// The conversation that counts: the newest. What an older one still says is late.
     conversation: u64,
+    /// Which attempt to copy it this is; 0 before the first.
+    attempt: u64,
     /// Until the move is over.
     lock: Option<MachineLock>,
 }
 
 impl Coming {
+    /// Whether it comes from this peer by this move, and is not decided.
+    fn is_own(&self, peer: &Peer, token: Token) -> bool {
+        let is_it = self.leecher.token() == token && self.from.key == peer.key.0;
+        is_it && self.leecher.may_begin()
+    }
+
     /// Then other commands may move the machine, and drive its hypervisor.
     fn release_when_over(&mut self) {
         if self.leecher.is_over() {
@@ -307,6 +322,7 @@ impl<S: Site> Moves<S> {
                 prepared: None,
                 rest: Some(self.transfer(name, token, &served, true)),
                 conversation: 0,
+                attempt: 0,
                 lock: Some(lock),
             });
         }
@@ -447,6 +463,7 @@ impl<S: Site> Moves<S> {
                 prepared: None,
                 rest: None,
                 conversation: 0,
+                attempt: 0,
                 lock: Some(lock),
             });
         }
@@ -477,11 +494,46 @@ impl<S: Site> Moves<S> {
         let entry = entry.ok_or_else(none)?;
         let coming = entry.lock().await;
         let coming = coming.as_ref().ok_or_else(none)?;
-        let own = coming.leecher.token() == token
-            && coming.from.key == peer.key.0
-            && coming.leecher.may_begin();
+        let own = coming.is_own(peer, token);
         let prepared = coming.prepared.clone().filter(|_| own);
         prepared.ok_or_else(none)
+    }
+
+    /// The attempt to copy a machine, which is not prepared yet; its memory may come already.
+    ///
+    /// # Errors
+    /// When nothing of the kind comes from this peer.
+    async fn attempt(&self, peer: &Peer, name: &ImageName, token: Token) -> Result<u64, Refusal> {
+        let none = || Refusal::new(Code::OutOfOrder, "that move is not being prepared");
+        let entry = self.coming.lock().get(name).cloned();
+        let entry = entry.ok_or_else(none)?;
+        let coming = entry.lock().await;
+        let own = coming
+            .as_ref()
+            .filter(|coming| coming.is_own(peer, token) && coming.attempt > 0);
+        own.map(|coming| coming.attempt).ok_or_else(none)
+    }
+
+    /// Waits until that attempt is prepared; `None` when it never will be.
+    async fn until_prepared(
+        &self,
+        peer: &Peer,
+        name: &ImageName,
+        token: Token,
+        attempt: u64,
+    ) -> Option<Prepared> {
+        loop {
+            let entry = self.coming.lock().get(name).cloned()?;
+            let coming = entry.lock().await;
+            let own = coming
+                .as_ref()
+                .filter(|coming| coming.is_own(peer, token) && coming.attempt == attempt);
+            if let Some(prepared) = &own?.prepared {
+                return Some(prepared.clone());
+            }
+            drop(coming);
+            tokio::time::sleep(PREPARED_POLL).await;
+        }
     }
 
     /// What comes of the disks of a move that is being prepared, or of a machine that was taken in part.

@@ -1,5 +1,6 @@
 //! The hypervisor's stream, carried over an authenticated connection in both directions, and compressed where that pays.
 
+mod early;
 mod window;
 
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::error::MigrateError;
 use crate::protocol::{MAX_FRAME, MAX_MEMORY, MemoryHead, kind};
+pub use early::Early;
 pub use window::{HYPERVISOR_BUFFER, behind_at};
 use window::{QUEUE, Taken, Window};
 
@@ -92,12 +94,13 @@ impl Gate {
     }
 }
 
-/// Carries bytes between a local socket and the other site until both directions have ended.
+/// Carries bytes between a local socket and the other site until both directions have ended; what has come `early` is the first.
 ///
 /// # Errors
 /// When the connection or the socket breaks.
 pub async fn carry(
     local: UnixStream,
+    early: Early,
     mut reader: FrameReader,
     mut writer: FrameWriter,
     pace: Pace,
@@ -109,7 +112,7 @@ pub async fn carry(
     let (from, to) = local.into_split();
     tokio::try_join!(
         outward(from, &mut writer, pace, sent, &gate),
-        inward(&mut reader, to)
+        inward(early, &mut reader, to)
     )?;
     Ok(())
 }
@@ -213,13 +216,17 @@ fn pack(
     }
 }
 
-async fn inward(reader: &mut FrameReader, mut to: OwnedWriteHalf) -> Result<(), MigrateError> {
+async fn inward(
+    mut early: Early,
+    reader: &mut FrameReader,
+    mut to: OwnedWriteHalf,
+) -> Result<(), MigrateError> {
     let (frames, queue) = mpsc::channel(QUEUE);
     let (pieces, mut unpacked) = mpsc::channel(QUEUE);
     let unpacking = tokio::task::spawn_blocking(move || unpack(queue, &pieces));
     let read = async {
         loop {
-            let Some(frame) = reader.next().await? else {
+            let Some(frame) = early.next(reader).await? else {
                 let peer = reader.peer_text().to_owned();
                 return Err(NetError::Truncated { peer }.into());
             };
@@ -368,7 +375,15 @@ mod tests {
         let sent = Arc::new(Carried::default());
         let open = Arc::new(Gate::new(false));
         let pace = Pace::fixed(Effort::Lz4);
-        let carried = tokio::spawn(carry(ours, reader, writer, pace, sent.clone(), open));
+        let carried = tokio::spawn(carry(
+            ours,
+            Early::default(),
+            reader,
+            writer,
+            pace,
+            sent.clone(),
+            open,
+        ));
         let mut noise = vec![0; 3 << 20];
         fastrand::Rng::with_seed(7).fill(&mut noise);
         let (mut behind, mut most) = (Duration::ZERO, 0);

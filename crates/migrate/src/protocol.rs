@@ -12,7 +12,8 @@
 //! answers what it decided about it before. The copy begins ([`Ask::Begin`]), perhaps not for the first time. The disks'
 //! images are sent as any image is. Then the leecher prepares
 //! ([`Ask::Prepare`]): it opens the disks and the hypervisor that waits for the machine. What is written to the disks in
-//! the meantime follows in [`SendDisks`], the memory in [`SendMemory`], each a call of its own.
+//! the meantime follows in [`SendDisks`], the memory in [`SendMemory`], each a call of its own. Memory may come before the leecher is
+//! asked to prepare; then it keeps it until it has.
 //!
 //! At the end, with the machine paused and all of it there ([`Ask::Arrived`]), the seeder records that it commits, and
 //! asks the leecher to take the machine ([`Ask::Commit`]), again and again until there is an answer. Until it commits, it

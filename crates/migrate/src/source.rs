@@ -1,6 +1,8 @@
 //! Moves a running machine to another site: copies its disks and its memory, and drives the seeder.
 
+mod ahead;
 mod aim;
+mod beside;
 mod broken;
 mod copy;
 mod describe;
@@ -38,6 +40,7 @@ use drover_store::machine::{
 use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
+use self::ahead::Ahead;
 pub use self::broken::{Broken, NoAnswer, ask_once, break_move, give_up};
 use self::device::Device;
 use self::disks::Disks;
@@ -156,6 +159,7 @@ async fn drive(
         disks: driven.disks,
         seeder,
         asker: None,
+        ahead: None,
         lost: Arc::default(),
         liveness: Arc::default(),
         report: MoveReport::default(),
@@ -177,6 +181,9 @@ async fn drive(
     if !driver.was_committed {
         // Of an earlier move.
         driver.forget_rest();
+        if let Some(Hypervisor::Qemu(_)) = driver.hypervisor {
+            driver.ahead = Some(Ahead::begin(&driver.options.send));
+        }
     }
     let end = driver.drive(actions).await;
     // What was handed over, and is not all there, can be read as it is.
@@ -236,7 +243,10 @@ pub async fn estimate(
     let mut disks = disks_of(hypervisor, &options).await?;
     let mut notes = disks.notes();
     let described = match hypervisor {
-        Hypervisor::Qemu(machine) => describe::describe(machine, &disks, &options, None).await,
+        Hypervisor::Qemu(machine) => {
+            let connection = Ahead::begin(&options.send);
+            describe::describe(machine, &disks, &options, None, connection).await
+        }
         Hypervisor::Libvirt(_) => Ok(false),
     };
     let built = match described {
@@ -351,6 +361,8 @@ struct Driver<'a> {
     disks: Disks,
     seeder: Seeder,
     asker: Option<Asker>,
+    /// Made beside the conversation.
+    ahead: Option<Ahead>,
     /// Notified when its connection breaks.
     lost: Arc<Notify>,
     /// Whether its other end lives.
@@ -630,14 +642,6 @@ impl Driver<'_> {
         self.liveness = Arc::new(Liveness::of(wire, protocol, is_paused));
         self.asker = Some(Asker::new(talk, self.lost.clone()));
         Ok(answer)
-    }
-
-    /// Makes a call that stays open after its reply.
-    async fn call<R: Request<Reply = ()>>(
-        &self,
-        request: &R,
-    ) -> Result<(FrameReader, FrameWriter), MigrateError> {
-        call(&self.options.send, request).await
     }
 
     async fn ask(&self, ask: Ask) -> Result<Answer, MigrateError> {

@@ -145,6 +145,12 @@ impl Asker {
         Self { questions, task }
     }
 
+    /// Whether its connection has not broken, as far as is known here.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        !self.task.is_finished()
+    }
+
     /// Asks, and waits for the answer.
     ///
     /// # Errors

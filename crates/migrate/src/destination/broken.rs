@@ -51,6 +51,7 @@ impl<S: Site> Moves<S> {
                 prepared: None,
                 rest: None,
                 conversation: 0,
+                attempt: 0,
                 lock: Some(lock),
             });
         }

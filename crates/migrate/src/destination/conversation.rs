@@ -2,13 +2,14 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use drover_net::service::{IncomingCall, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::machine::{MAX_DISKS, MachineRecord, Move, Other};
 
 use super::waiting::Waiting;
-use super::{Coming, Entry, Happened, Moves, Prepared, Site, crash, failed, to_the_end};
+use super::{ATTEMPTS, Coming, Entry, Happened, Moves, Prepared, Site, crash, failed, to_the_end};
 use crate::error::MigrateError;
 use crate::hold::hold;
 use crate::leecher::{Event, Leecher};
@@ -163,6 +164,7 @@ impl<S: Site> Moves<S> {
             prepared,
             rest: None,
             conversation: 0,
+            attempt: 0,
             lock: Some(lock),
         });
         coming.release_when_over();
@@ -216,6 +218,7 @@ impl<S: Site> Moves<S> {
             _ if !coming.leecher.may_begin() => Ok(()),
             Ask::Begin => {
                 events.push(Event::Copying);
+                coming.attempt = ATTEMPTS.fetch_add(1, Ordering::Relaxed) + 1;
                 let record = coming.leecher.record();
                 let discarded = self.discard(name, record, &mut coming.prepared, true).await;
                 let begun = async {

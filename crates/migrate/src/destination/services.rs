@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
+use drover_net::service::{BoxError, IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
 use drover_teleport::{Effort, Pace};
+use tokio::net::UnixStream;
 
-use super::{Moves, Pending, Site};
+use super::{Moves, Pending, Prepared, Site};
+use crate::measure;
+use crate::memory::{self, Early};
 use crate::protocol::{FetchDisks, Kind, MeasureLink, OpenMove, SendDisks, SendMemory};
-use crate::{measure, memory};
 
 /// The moves to a site, of each kind.
 pub trait AllMoves: Send + Sync + 'static {
@@ -166,33 +168,63 @@ impl<A: AllMoves> Service for MemoryStreams<A> {
     fn serve(&self, peer: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let request: SendMemory = call.request()?;
-            let found = async {
-                let moves = self.0.of(&peer, Kind::Machine).await?;
-                let found = moves.prepared(&peer, &request.machine, request.token);
-                found.await
-            };
-            let opened = match found.await {
-                Ok(prepared) => match prepared.hypervisor.receive_stream().await {
-                    Ok(local) => Ok((local, prepared.transfer.writing.clone())),
-                    Err(e) => Err(Refusal::new(Code::Failed, e.to_string())),
-                },
-                Err(refusal) => Err(refusal),
-            };
-            let (local, writing) = match opened {
-                Ok(opened) => opened,
+            let (name, token) = (&request.machine, request.token);
+            let moves = match self.0.of(&peer, Kind::Machine).await {
+                Ok(moves) => moves,
                 Err(refusal) => return Ok(call.refuse(&refusal).await?),
+            };
+            let mut early = Early::default();
+            let prepared = match moves.prepared(&peer, name, token).await {
+                Ok(prepared) => prepared,
+                Err(refusal) => match moves.attempt(&peer, name, token).await {
+                    Err(_) => return Ok(call.refuse(&refusal).await?),
+                    Ok(attempt) => {
+                        call.accept::<SendMemory>(&()).await?;
+                        call.writer.flush().await?;
+                        let mut stop = call.stop.clone();
+                        let ready = moves.until_prepared(&peer, name, token, attempt);
+                        let ready = tokio::select! {
+                            ready = early.until(&mut call.reader, ready) => ready?,
+                            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+                        };
+                        let Some(prepared) = ready else {
+                            return Ok(());
+                        };
+                        let local = prepared.hypervisor.receive_stream().await?;
+                        return receive(call, local, early, &prepared).await;
+                    }
+                },
+            };
+            let local = match prepared.hypervisor.receive_stream().await {
+                Ok(local) => local,
+                Err(e) => {
+                    let refusal = Refusal::new(Code::Failed, e.to_string());
+                    return Ok(call.refuse(&refusal).await?);
+                }
             };
             call.accept::<SendMemory>(&()).await?;
             call.writer.flush().await?;
-            let (mut stop, back) = (call.stop.clone(), Arc::default());
-            let open = Arc::new(memory::Gate::new(false));
-            // What comes back is little.
-            let pace = Pace::fixed(Effort::None);
-            tokio::select! {
-                ended = memory::carry(local, call.reader, call.writer, pace, back, open) => Ok(ended?),
-                _ = stop.wait_for(|stop| *stop) => Ok(()),
-                () = writing.ended() => Ok(()),
-            }
+            receive(call, local, early, &prepared).await
         })
+    }
+}
+
+/// Carries a machine's memory to the hypervisor that reads it from this socket.
+async fn receive(
+    call: IncomingCall,
+    local: UnixStream,
+    early: Early,
+    prepared: &Prepared,
+) -> Result<(), BoxError> {
+    let writing = prepared.transfer.writing.clone();
+    let (mut stop, back) = (call.stop.clone(), Arc::default());
+    let open = Arc::new(memory::Gate::new(false));
+    // What comes back is little.
+    let pace = Pace::fixed(Effort::None);
+    let carried = memory::carry(local, early, call.reader, call.writer, pace, back, open);
+    tokio::select! {
+        ended = carried => Ok(ended?),
+        _ = stop.wait_for(|stop| *stop) => Ok(()),
+        () = writing.ended() => Ok(()),
     }
 }

@@ -188,6 +188,34 @@ async fn a_peer_does_not_end_the_move_of_another() {
 }
 
 #[tokio::test]
+async fn memory_may_come_before_a_copy_that_has_begun_is_prepared() {
+    let (moves, token) = (site(), Token([1; 16]));
+    let early =
+        async |moves: &Arc<Moves<Home>>, n: u8| moves.attempt(&peer(n), &web(), token).await.ok();
+    assert_eq!(early(&moves, 1).await, None, "nothing comes");
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    assert_eq!(early(&moves, 1).await, None, "it has not begun");
+    moves.asked(&about, Ask::Begin).await.unwrap();
+    let first = early(&moves, 1).await.unwrap();
+    assert_eq!(early(&moves, 2).await, None, "it is another's");
+    // That of an earlier attempt is not that of a later one.
+    moves.asked(&about, Ask::Begin).await.unwrap();
+    let second = early(&moves, 1).await.unwrap();
+    assert_ne!(first, second);
+    let until = async |n: u8, attempt: u64| {
+        let (peer, name) = (peer(n), web());
+        let until = moves.until_prepared(&peer, &name, token, attempt);
+        tokio::time::timeout(10 * PREPARED_POLL, until).await
+    };
+    assert!(until(1, first).await.unwrap().is_none());
+    assert!(until(2, second).await.unwrap().is_none());
+    assert!(until(1, second).await.is_err(), "it is waited for");
+    moves.asked(&about, Ask::Cancel).await.unwrap();
+    assert!(until(1, second).await.unwrap().is_none());
+    assert_eq!(early(&moves, 1).await, None, "it is decided");
+}
+
+#[tokio::test]
 async fn after_the_decision_nothing_is_prepared_and_nothing_discarded() {
     let moves = site();
     let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();

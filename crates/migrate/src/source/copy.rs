@@ -9,21 +9,25 @@ use drover_hypervisor::machine::{
 };
 use drover_hypervisor::qmp::Events;
 use drover_hypervisor::{Hypervisor, HypervisorError};
+use drover_net::Connection;
 use drover_teleport::Pace;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
+use super::ahead::Ahead;
 use super::aim::{Aim, DEFAULT_PAUSE, Seen, for_hypervisor};
+use super::beside::{Happened, Sending};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
 use super::proof::{Proof, reader_of};
-use super::{Driver, MoveEvent, PostCopy, Step, disks, domain, held, millis};
+use super::{Driver, MoveEvent, PostCopy, Step, call_over, disks, domain, held, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
-use crate::memory::{self, Carried, Gate};
+use crate::memory::{self, Carried, Early, Gate};
 use crate::protocol::{Ask, Kind, SendDisks, SendMemory};
+use crate::talk::Asker;
 
 /// Bytes of disks that were written in the last round, under which the machine may be paused.
 pub(super) const FEW_DIRTY: u64 = 4 << 20;
@@ -42,7 +46,7 @@ const FEW_ROUNDS: u32 = 3;
 const MANY_ROUNDS: u32 = 20;
 
 /// Interval of looking whether what was delivered is proved.
-const PROOF_POLL: Duration = Duration::from_millis(5);
+pub(super) const PROOF_POLL: Duration = Duration::from_millis(5);
 
 /// The pause that is given to QEMU as long as the disks are not ready: it is never that short.
 const NOT_YET: u64 = 0;
@@ -55,9 +59,6 @@ const MEMORY_LIMIT: Duration = Duration::from_secs(24 * 3600);
 
 /// How long the switch of the hypervisor may take.
 const SWITCH_LIMIT: Duration = Duration::from_secs(60);
-
-/// Round trips until a call is open.
-const OPENING_ROUND_TRIPS: u32 = 3;
 
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
@@ -105,7 +106,10 @@ impl Driver<'_> {
         if let Some(Hypervisor::Qemu(machine)) = &self.hypervisor {
             // Before anything is sent.
             let token = Some(self.seeder.token());
-            self.report.built = describe(machine, &self.disks, &self.options, token).await?;
+            let ahead = self.ahead.take();
+            let connection = ahead.unwrap_or_else(|| Ahead::begin(&self.options.send));
+            let described = describe(machine, &self.disks, &self.options, token, connection);
+            self.report.built = described.await?;
         }
         let mut items = match &mut self.device {
             Some(device) => device.hold().await?,
@@ -136,11 +140,16 @@ impl Driver<'_> {
                 }
             }
         }
-        // Sending images survives cuts: the conversation is opened again afterwards.
-        self.asker = None;
         let stop = self.stop.clone();
         let (reader, on_event) = reader_of(&items, self.on_event.clone());
-        let sent = send_images(items, &self.options, on_event, stop).await?;
+        let (happened, on_event) = Happened::noted(on_event);
+        self.memory = Arc::default();
+        let beside = self.may_go_beside(&items);
+        let images = send_images(items, &self.options, on_event, stop);
+        let (sent, memory) = match &beside {
+            Some(machine) => self.send_beside(machine, &happened, images).await?,
+            None => (images.await?, None),
+        };
         self.report.image_wire_bytes = sent.wire_bytes;
         self.report.unread_bytes = sent.unread_bytes;
         let reader = std::mem::take(&mut *reader.lock());
@@ -148,14 +157,25 @@ impl Driver<'_> {
         if sent.unread_bytes == 0 {
             self.prove(&mut proof).await?;
         }
-        self.connect().await?;
+        // Sending images survives cuts: then the conversation is opened again.
+        let is_open = self.asker.as_ref().is_some_and(Asker::is_open) && !happened.was_cut();
+        if memory
+            .as_ref()
+            .is_some_and(|memory| !is_open || !memory.is_open())
+        {
+            // The copy begins anew, with what has arrived: memory does not go on.
+            return Err(MigrateError::Lost);
+        }
+        if !is_open {
+            self.connect().await?;
+        }
         let (lost, liveness) = (self.lost.clone(), self.liveness.clone());
         let followed = async {
             if self.device.is_some() {
                 return self.follow_device().await;
             }
             match self.hypervisor()?.clone() {
-                Hypervisor::Qemu(machine) => self.follow(&machine, &mut proof).await,
+                Hypervisor::Qemu(machine) => self.follow(&machine, &mut proof, memory).await,
                 Hypervisor::Libvirt(domain) => {
                     self.prove(&mut proof).await?;
                     self.follow_domain(&domain).await
@@ -169,8 +189,15 @@ impl Driver<'_> {
         }
     }
 
-    /// Copies what follows the images.
-    async fn follow(&mut self, machine: &Machine, proof: &mut Proof) -> Result<(), MigrateError> {
+    /// Copies what follows the images. Its `memory` may be on its way.
+    async fn follow(
+        &mut self,
+        machine: &Machine,
+        proof: &mut Proof,
+        memory: Option<Sending>,
+    ) -> Result<(), MigrateError> {
+        let send = self.options.send.clone();
+        let [writes, fetches] = [(); 2].map(|()| Ahead::begin(&send));
         self.order(Ask::Prepare).await?;
         self.step(Step::Disks);
         let request = SendDisks {
@@ -178,10 +205,12 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let (reader, writer) = self.call(&request).await?;
         let sent = Arc::new(Sent::default());
-        let mut writer = DiskWriter::new(reader, writer, sent.clone());
-        self.offer_rest(&sent).await?;
+        let writes = async { call_over(writes.made().await?, &send, &request).await };
+        let (writes, ()) = tokio::try_join!(writes, self.offer_rest(&sent, fetches))?;
+        let mut writer = DiskWriter::new(writes.0, writes.1, sent.clone());
+        // Memory follows the first round as a rule.
+        let for_memory = memory.is_none().then(|| Ahead::begin(&send));
         let at_once = self.rest.is_some() && self.options.post_copy == PostCopy::AtOnce;
         let mut before = u64::MAX;
         for _ in 0..if at_once { 0 } else { MAX_ROUNDS } {
@@ -195,14 +224,19 @@ impl Driver<'_> {
 
         self.prepare_leases().await?;
         self.step(Step::Memory);
-        let memory = Arc::new(Carried::default());
-        self.memory = Arc::clone(&memory);
-        if proof.is_pending() && self.disks.memory_bytes <= memory::BUFFERED_MEMORY {
-            // None of it could be sent before.
-            self.prove(proof).await?;
-        }
-        let gate = Arc::new(Gate::new(proof.is_pending()));
-        let (mut events, carried) = self.begin_memory(machine, &memory, &gate).await?;
+        let sending = match (memory, for_memory) {
+            (Some(sending), _) => sending,
+            (None, connection) => {
+                if proof.is_pending() && self.disks.memory_bytes <= memory::BUFFERED_MEMORY {
+                    // None of it could be sent before.
+                    self.prove(proof).await?;
+                }
+                let gate = Arc::new(Gate::new(proof.is_pending()));
+                let connection = connection.unwrap_or_else(|| Ahead::begin(&send));
+                self.begin_memory(machine, connection, gate).await?
+            }
+        };
+        let (mut events, carried, gate) = sending.into_parts();
         self.until_proved(machine, &mut events, proof, &gate)
             .await?;
         match at_once {
@@ -239,8 +273,8 @@ impl Driver<'_> {
         )?;
         self.report.pause.memory_ms = millis(switched);
         drop(carried);
-        self.report.memory_bytes = memory.stream.load(Ordering::Relaxed);
-        self.report.memory_wire_bytes = memory.packed.load(Ordering::Relaxed);
+        self.report.memory_bytes = self.memory.stream.load(Ordering::Relaxed);
+        self.report.memory_wire_bytes = self.memory.packed.load(Ordering::Relaxed);
         self.report.disk_bytes = sent.disk.load(Ordering::Relaxed);
         self.report.disk_wire_bytes = sent.packed.load(Ordering::Relaxed);
         self.goes_on_with(writer);
@@ -331,13 +365,13 @@ impl Driver<'_> {
         Ok(bytes)
     }
 
-    /// Lets the hypervisor send its memory.
-    async fn begin_memory(
+    /// Lets the hypervisor send its memory, by this connection.
+    pub(super) async fn begin_memory(
         &self,
         machine: &Machine,
-        sent: &Arc<Carried>,
-        gate: &Arc<Gate>,
-    ) -> Result<(Events, AbortOnDrop), MigrateError> {
+        connection: Ahead,
+        gate: Arc<Gate>,
+    ) -> Result<Sending, MigrateError> {
         machine.set_capabilities(&Capability::NEEDED, true).await?;
         // A guest that writes faster than the link is slowed down until it fits.
         machine
@@ -353,33 +387,35 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let opening = Instant::now();
-        let (reader, mut writer) = self.call(&request).await?;
+        let connection = connection.made().await?;
+        let pace = self.pace(&connection);
+        let called = call_over(connection, &self.options.send, &request).await?;
+        let (reader, mut writer, ..) = called;
         // What waits here when the machine is paused makes the pause longer.
         writer.keep_little_unsent();
-        let pace = self.pace(opening.elapsed());
         let (ours, theirs) = UnixStream::pair().map_err(MigrateError::Stream)?;
         let theirs = theirs.into_std().map_err(MigrateError::Stream)?;
         // What it has written there it takes for sent.
         set_socket_send_buffer_size(&theirs, memory::HYPERVISOR_BUFFER)
             .map_err(|e| MigrateError::Stream(e.into()))?;
         machine.pass_descriptor(STREAM, theirs).await?;
-        let (sent, gate) = (sent.clone(), gate.clone());
-        let carry = memory::carry(ours, reader, writer, pace, sent, gate);
+        let (sent, passes) = (Arc::clone(&self.memory), Arc::clone(&gate));
+        let early = Early::default();
+        let carry = memory::carry(ours, early, reader, writer, pace, sent, passes);
         let carried = AbortOnDrop(tokio::spawn(carry));
         let events = machine.events();
         machine.migrate(&Channel::Descriptor(STREAM.into())).await?;
-        Ok((events, carried))
+        Ok(Sending::new(events, carried, gate))
     }
 
-    /// How well memory is compressed over a link on which a call took so long to open.
-    pub(super) fn pace(&self, opened_in: Duration) -> Pace {
+    /// How well memory is compressed that goes over this connection.
+    pub(super) fn pace(&self, connection: &Connection) -> Pace {
         let send = &self.options.send;
         match send.compress {
             Some(effort) => Pace::fixed(effort),
             None => {
                 let limit = send.limit.as_ref().map(|limit| limit.bytes_per_second());
-                Pace::of_link(opened_in / OPENING_ROUND_TRIPS, limit)
+                Pace::of_link(connection.round_trip().unwrap_or_default(), limit)
             }
         }
     }

@@ -5,16 +5,18 @@ use std::path::Path;
 use drover_hypervisor::machine::Machine;
 use drover_hypervisor::spec::Spec;
 use drover_hypervisor::{CommandLine, HypervisorError};
-use drover_net::{Code, ConnectOptions, NetError, connect_any, service};
+use drover_net::{Code, NetError, service};
 use drover_store::machine::Token;
 
 use super::MoveOptions;
+use super::ahead::Ahead;
 use super::disks::Disks;
 use crate::destination::Pending;
 use crate::error::MigrateError;
 use crate::protocol::DescribeMachine;
 
-/// Whether the other site builds the hypervisor for a machine, which it is told; one that has its own for it does not.
+/// Whether the other site builds the hypervisor for a machine, which it is told by this connection; one that has its own for it does
+/// not.
 ///
 /// # Errors
 /// When it builds one, and cannot build this, or the machine cannot be described.
@@ -23,6 +25,7 @@ pub(super) fn describe<'a>(
     disks: &'a Disks,
     options: &'a MoveOptions,
     token: Option<Token>,
+    connection: Ahead,
 ) -> Pending<'a, Result<bool, MigrateError>> {
     Box::pin(async move {
         let (spec, why) = match read(machine, disks, options).await {
@@ -34,7 +37,7 @@ pub(super) fn describe<'a>(
             token,
             spec,
         };
-        let builds = match tell(&describe, options).await {
+        let builds = match tell(&describe, connection).await {
             // It runs an earlier version, and has its own.
             Err(MigrateError::Net(NetError::Refused(refusal)))
                 if refusal.code == Code::Unsupported =>
@@ -67,11 +70,8 @@ async fn read(
     Spec::read(machine, &line, all).await
 }
 
-async fn tell(describe: &DescribeMachine, options: &MoveOptions) -> Result<bool, MigrateError> {
-    let send = &options.send;
-    let to = ConnectOptions::named(&send.peer_name);
-    let connection = connect_any(&send.addresses, &send.identity, &send.peer, &to).await?;
-    let (mut reader, mut writer) = connection.split();
+async fn tell(describe: &DescribeMachine, connection: Ahead) -> Result<bool, MigrateError> {
+    let (mut reader, mut writer) = connection.made().await?.split();
     service::open(&mut writer, describe).await?;
     writer.flush().await?;
     Ok(service::read_reply::<DescribeMachine>(&mut reader).await?)

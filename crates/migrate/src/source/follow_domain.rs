@@ -10,10 +10,11 @@ use drover_hypervisor::libvirt::{Domain, Performed};
 use drover_hypervisor::machine::RamInfo;
 use tokio::net::UnixListener;
 
+use super::ahead::Ahead;
 use super::copy::AbortOnDrop;
 use super::domain::{self, DISKS, MEMORY, Performing, file};
 use super::forward::{self, Forwarded};
-use super::{Driver, MoveEvent, Step, millis};
+use super::{Driver, MoveEvent, Step, call_over, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::memory::{self, Carried};
@@ -49,6 +50,8 @@ impl Drop for Serving {
 impl Driver<'_> {
     /// Copies what follows the images of a machine of libvirt; at the end it is paused.
     pub(super) async fn follow_domain(&mut self, domain: &Domain) -> Result<(), MigrateError> {
+        let send = self.options.send.clone();
+        let [writes, for_memory] = [(); 2].map(|()| Ahead::begin(&send));
         self.order(Ask::Prepare).await?;
         self.step(Step::Disks);
         let request = SendDisks {
@@ -56,7 +59,7 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let (reader, writer) = self.call(&request).await?;
+        let (reader, writer, ..) = call_over(writes.made().await?, &send, &request).await?;
         let sent = Arc::new(Sent::default());
         let mut writer = DiskWriter::new(reader, writer, sent.clone());
         let (orders, queue) = forward::channel();
@@ -80,7 +83,7 @@ impl Driver<'_> {
         let targets: Vec<_> = disks.iter().map(|disk| disk.target.clone()).collect();
 
         let memory_sent = Arc::new(Carried::default());
-        let carried = self.carry_memory(&memory, &memory_sent).await?;
+        let carried = self.carry_memory(for_memory, &memory, &memory_sent).await?;
         if let Some(pause) = self.options.max_pause {
             domain.set_max_pause(pause).await?;
         }
@@ -148,6 +151,7 @@ impl Driver<'_> {
     /// Carries the memory that libvirt sends to a socket.
     async fn carry_memory(
         &self,
+        connection: Ahead,
         socket: &Path,
         sent: &Arc<Carried>,
     ) -> Result<AbortOnDrop, MigrateError> {
@@ -155,10 +159,11 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let opening = Instant::now();
-        let (reader, mut writer) = self.call(&request).await?;
+        let connection = connection.made().await?;
+        let pace = self.pace(&connection);
+        let called = call_over(connection, &self.options.send, &request).await?;
+        let (reader, mut writer, ..) = called;
         writer.keep_little_unsent();
-        let pace = self.pace(opening.elapsed());
         let _ = std::fs::remove_file(socket);
         let listener = UnixListener::bind(socket).map_err(|e| file("make", socket, e))?;
         let (socket, sent) = (Socket(socket.to_owned()), sent.clone());
@@ -166,7 +171,8 @@ impl Driver<'_> {
         let carry = async move {
             let (local, _) = listener.accept().await.map_err(MigrateError::Stream)?;
             drop((listener, socket));
-            memory::carry(local, reader, writer, pace, sent, open).await
+            let early = memory::Early::default();
+            memory::carry(local, early, reader, writer, pace, sent, open).await
         };
         Ok(AbortOnDrop(tokio::spawn(carry)))
     }

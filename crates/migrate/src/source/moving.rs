@@ -8,12 +8,13 @@ use std::time::Instant;
 use drover_store::machine::{MachineRecord, Machines, Seed};
 use tokio::sync::watch;
 
+use super::ahead::Ahead;
 use super::copy::{FEW_DIRTY, MAX_ROUNDS, ROUND_EVERY};
 use super::device::Device;
 use super::disks::Disks;
 use super::leaving::check_same;
 use super::report::{MoveEvent, MoveOptions, MoveReport, OnMove, Step};
-use super::{Driven, Driver, drive, lock, millis};
+use super::{Driven, Driver, call_over, drive, lock, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::hooks::{Commands, Hooks};
@@ -89,6 +90,8 @@ impl Driver<'_> {
 
     /// Sends rounds until few are left, and then the last one, with the device frozen.
     pub(super) async fn follow_device(&mut self) -> Result<(), MigrateError> {
+        let send = self.options.send.clone();
+        let writes = Ahead::begin(&send);
         self.order(Ask::Prepare).await?;
         self.step(Step::Disks);
         let request = SendDisks {
@@ -96,7 +99,7 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let (reader, writer) = self.call(&request).await?;
+        let (reader, writer, ..) = call_over(writes.made().await?, &send, &request).await?;
         let sent = Arc::new(Sent::default());
         let writer = &mut DiskWriter::new(reader, writer, Arc::clone(&sent));
         loop {

@@ -12,10 +12,12 @@ use drover_device::stage::MAX_ARRIVING;
 use drover_net::{Code, NetError, Refusal, decode, encode};
 use drover_store::machine::{Machines, Token};
 use drover_teleport::SendOptions;
+use parking_lot::Mutex;
 
+use super::ahead::Ahead;
 use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, TAKEN, is_away};
 use super::report::{MoveEvent, OnMove, PostCopy, Step};
-use super::{Driver, call, millis};
+use super::{Driver, call, call_over, connect, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::hold::hold;
@@ -34,6 +36,8 @@ struct Gone {
     machine: ImageName,
     token: Token,
     on_event: OnMove,
+    /// For the first that is wanted.
+    fetches: Mutex<Option<Ahead>>,
 }
 
 impl Link for Gone {
@@ -67,7 +71,13 @@ impl Link for Gone {
                 machine: self.machine.clone(),
                 token: self.token,
             };
-            call(&self.send, &request).await
+            let ahead = self.fetches.lock().take();
+            let connection = match ahead {
+                Some(ahead) => ahead.made().await?,
+                None => connect(&self.send).await?,
+            };
+            let (reader, writer, ..) = call_over(connection, &self.send, &request).await?;
+            Ok((reader, writer))
         })
     }
 
@@ -121,7 +131,12 @@ impl Driver<'_> {
     }
 
     /// Makes what may be left of the disks ready to follow the machine, if that is wanted and the other site can.
-    pub(super) async fn offer_rest(&mut self, sent: &Arc<Sent>) -> Result<(), MigrateError> {
+    /// `fetches` is a connection for that.
+    pub(super) async fn offer_rest(
+        &mut self,
+        sent: &Arc<Sent>,
+        fetches: Ahead,
+    ) -> Result<(), MigrateError> {
         self.rest = None;
         if self.options.post_copy == PostCopy::Never || self.disks.offers.is_empty() {
             return Ok(());
@@ -136,7 +151,7 @@ impl Driver<'_> {
             }
             return Ok(());
         }
-        let behind = self.behind(devices, sent);
+        let behind = self.behind(devices, sent, Some(fetches));
         match behind.connect_fetches().await {
             Ok(answering) => {
                 self.rest = Some(Rest {
@@ -155,12 +170,18 @@ impl Driver<'_> {
         }
     }
 
-    fn behind(&self, devices: Vec<Arc<dyn BlockDevice>>, sent: &Arc<Sent>) -> Arc<Behind> {
+    fn behind(
+        &self,
+        devices: Vec<Arc<dyn BlockDevice>>,
+        sent: &Arc<Sent>,
+        fetches: Option<Ahead>,
+    ) -> Arc<Behind> {
         let link = Gone {
             send: self.options.send.clone(),
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
             on_event: self.on_event.clone(),
+            fetches: Mutex::new(fetches),
         };
         let none = Blocks::none_of(devices.iter().map(|device| device.size()).collect());
         Behind::new(devices, Arc::new(link), none, Arc::clone(sent))
@@ -297,7 +318,7 @@ impl Driver<'_> {
             }
         };
         Ok(Rest {
-            behind: self.behind(devices, &Arc::default()),
+            behind: self.behind(devices, &Arc::default(), None),
             answering: None,
             pages: None,
             disks: known.disks,

@@ -1,0 +1,104 @@
+//! A connection that is made while something else is waited for: a move needs several, and each takes two round trips before a call
+//! can be made on it.
+
+use std::time::{Duration, Instant};
+
+use drover_net::Connection;
+use drover_teleport::SendOptions;
+use tokio::task::JoinHandle;
+
+use super::connect;
+use crate::error::MigrateError;
+
+/// How old a connection may be on which nothing was said yet: the other end waits for the call for some seconds only
+/// ([`drover_net::HANDSHAKE_TIMEOUT`]).
+const FRESH: Duration = Duration::from_secs(4);
+
+/// A connection that is being made.
+pub(super) struct Ahead {
+    send: SendOptions,
+    begun: Instant,
+    made: JoinHandle<Result<Connection, MigrateError>>,
+}
+
+impl Ahead {
+    /// Begins to make it. Only in a runtime.
+    pub fn begin(send: &SendOptions) -> Self {
+        let (send, to) = (send.clone(), send.clone());
+        Self {
+            send,
+            begun: Instant::now(),
+            made: tokio::spawn(async move { connect(&to).await }),
+        }
+    }
+
+    /// The connection; another one if this one failed, or it was wanted so late that the other end may have closed it.
+    ///
+    /// # Errors
+    /// As of a connection that is made now.
+    pub async fn made(mut self) -> Result<Connection, MigrateError> {
+        if self.begun.elapsed() < FRESH
+            && let Ok(Ok(connection)) = (&mut self.made).await
+            && self.begun.elapsed() < FRESH
+        {
+            return Ok(connection);
+        }
+        connect(&self.send).await
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.made.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use drover_net::{Identity, Listener};
+
+    use super::*;
+
+    fn send_to(address: &str, peer: &Identity) -> SendOptions {
+        SendOptions {
+            identity: Identity::generate(),
+            peer: peer.key(),
+            peer_name: "far".into(),
+            addresses: vec![address.into()],
+            route: Arc::default(),
+            limit: None,
+            dry_run: false,
+            connections: None,
+            compress: None,
+            give_up_after: Duration::ZERO,
+            profiles: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn one_that_failed_or_is_old_is_made_anew() {
+        let far = Identity::generate();
+        let loopback = ([127, 0, 0, 1], 0).into();
+        let listener = Listener::bind(loopback, &far).await.unwrap();
+        let send = send_to(&listener.local_addr().to_string(), &far);
+        let taken = tokio::spawn(async move {
+            let mut taken = Vec::new();
+            while taken.len() < 3 {
+                let pending = listener.accept().await.unwrap();
+                taken.push(pending.handshake().await.unwrap());
+            }
+        });
+        Ahead::begin(&send).made().await.unwrap();
+        // Nobody listens there.
+        let mut failed = Ahead::begin(&send_to("127.0.0.1:1", &far));
+        failed.send = send.clone();
+        failed.made().await.unwrap();
+        let mut old = Ahead::begin(&send_to("127.0.0.1:1", &far));
+        old.begun = Instant::now().checked_sub(FRESH).unwrap();
+        old.send = send;
+        old.made().await.unwrap();
+        taken.await.unwrap();
+    }
+}
