@@ -6,7 +6,7 @@ use drover_core::ImageName;
 use drover_net::{Code, Refusal};
 use drover_store::machine::Move;
 
-use super::{Coming, GivenUp, Moves, Site, failed, to_the_end};
+use super::{Coming, GivenUp, Moves, Site, crash, failed, to_the_end};
 use crate::leecher::{Event, Leecher};
 
 /// What is left of a machine whose source is lost.
@@ -70,9 +70,13 @@ impl<S: Site> Moves<S> {
         }
         let given_up = GivenUp::of(self.site.machines(), name);
         let lost = match given_up.add(token) {
-            Ok(()) => self.site.lose_rest(name, &record).await,
+            Ok(()) => {
+                crash("given up");
+                self.site.lose_rest(name, &record).await
+            }
             Err(e) => Err(e),
         };
+        crash("lost");
         let lost_bytes = match lost {
             Ok(bytes) => Some(bytes),
             // They are somebody else's since.
@@ -102,7 +106,10 @@ impl<S: Site> Moves<S> {
             acted = self.act_all(name, leecher, prepared, actions).await;
         }
         match acted {
-            Ok(()) => coming.release_when_over(),
+            Ok(()) => {
+                crash("broken");
+                coming.release_when_over();
+            }
             // What this process knows is not what is recorded.
             Err(_) => *slot = None,
         }

@@ -344,6 +344,66 @@ async fn a_break_that_failed_is_none() {
     moves.whole(&web(), token).await.unwrap();
 }
 
+/// What a crash within a break leaves is a move that goes on, or one that was broken.
+#[tokio::test]
+async fn a_crash_between_the_steps_of_a_break_is_before_it_or_after_it() {
+    let token = Token([1; 16]);
+    for step in ["none", "given up", "broken"] {
+        // The process that had taken it is gone.
+        let site = Arc::clone(&partial().await.site);
+        let machines = &site.machines;
+        if step != "none" {
+            // The first thing that is durable.
+            GivenUp::of(machines, &web()).add(token).unwrap();
+        }
+        if step == "broken" {
+            let known = machines.load(&web()).unwrap().unwrap();
+            let mut leecher = Leecher::restart(&known, &mut Vec::new()).unwrap();
+            let mut actions = Vec::new();
+            leecher.handle(Event::Whole, &mut actions);
+            machines.store(&web(), leecher.record()).unwrap();
+        }
+        // The process is killed, and killed again as soon as it has looked.
+        for _ in 0..2 {
+            let again = Moves::new(Arc::clone(&site));
+            again.restart().await;
+            let has = GivenUp::of(machines, &web()).has(token).unwrap();
+            assert_eq!(has, step == "broken", "{step}");
+        }
+        // Also where the source is back before the site has looked.
+        for looks in [true, false] {
+            if !looks && step != "broken" {
+                GivenUp::of(machines, &web()).add(token).unwrap();
+            }
+            let again = Moves::new(Arc::clone(&site));
+            if looks {
+                again.restart().await;
+            }
+            let told = again.transfer_of(&peer(1), &web(), token).await;
+            match step {
+                "broken" => assert_eq!(told.map(drop).unwrap_err().code, Code::Lost),
+                _ => drop(told.unwrap()),
+            }
+            assert_eq!(
+                GivenUp::of(machines, &web()).has(token).unwrap(),
+                step == "broken"
+            );
+        }
+        if step == "broken" {
+            continue;
+        }
+        // It brings all, and is told so for good, not that something was lost.
+        let again = Moves::new(Arc::clone(&site));
+        again.transfer_of(&peer(1), &web(), token).await.unwrap();
+        again.whole(&web(), token).await.unwrap();
+        let known = machines.load(&web()).unwrap().unwrap();
+        assert!(!known.is_partial(), "{known:?}");
+        let told = Moves::new(Arc::clone(&site));
+        let told = told.transfer_of(&peer(1), &web(), token).await;
+        assert_eq!(told.map(drop).unwrap_err().code, Code::OutOfOrder);
+    }
+}
+
 #[tokio::test]
 async fn what_has_arrived_is_recorded_when_that_is_possible_again() {
     let (moves, token) = (partial().await, Token([1; 16]));

@@ -433,6 +433,22 @@ async fn a_person_gives_up_what_a_lost_source_still_has() {
     far(&sites, &["migrate", "--abort", "web"]).fails(3, &["still at near", "--break web"]);
     far(&sites, &["migrate", "--break", "web"]).fails(2, &["--yes"]);
     assert_eq!(sites.state("far"), "arriving");
+    // A site that dies within the break, as by kill -9, has not broken anything: what is missing is waited for again.
+    for place in ["given up", "lost"] {
+        sites.restart_with("far", &[("DROVER_TEST_CRASH", place)]);
+        until("it dies in the break", || {
+            let run = far(&sites, &given_up);
+            !run.err.contains("near is not lost")
+        });
+        sites.site("far").wait();
+        sites.serve_again("far", &[]);
+        assert_eq!(sites.state("far"), "arriving", "{place}");
+        let told = far(&sites, &["migrate", "--list", "--json"]).ok().json();
+        assert!(told[0]["left_bytes"].as_u64() > Some(0), "{told:?}");
+        let is_marked = fs::read_dir(sites.world.path("far/machines")).unwrap();
+        let mut is_marked = is_marked.map(|entry| entry.unwrap().path().join("lost"));
+        assert!(!is_marked.any(|mark| mark.exists()), "{place}");
+    }
     let mut said = None;
     until("the connection has ended", || {
         let run = far(&sites, &given_up);
