@@ -242,6 +242,16 @@ impl Domain {
         Ok(())
     }
 
+    /// Bytes of a disk that a migration has yet to copy; `None` if it copies none.
+    ///
+    /// # Errors
+    /// When libvirt does not say.
+    pub async fn uncopied(&self, disk: &str) -> Result<Option<u64>, HypervisorError> {
+        let what = format!("tell how far the copy of {disk} is");
+        let progress = self.job_progress(disk, &what).await?;
+        Ok(progress.map(|(done, all)| all.saturating_sub(done)))
+    }
+
     /// Writes what is in the topmost layer of a disk to the one below, which the machine uses from then on. The layer's file
     /// remains.
     ///
@@ -257,13 +267,13 @@ impl Domain {
             .long(0)
             .number(COMMIT_FLAGS);
         // One that an earlier process began goes on.
-        if self.commit_progress(disk, &what).await?.is_none() {
+        if self.job_progress(disk, &what).await?.is_none() {
             let commit = Procedure::BlockCommit;
             self.connection.call(commit, &what, body).await?;
         }
         let begun = Instant::now();
         loop {
-            let progress = self.commit_progress(disk, &what).await?;
+            let progress = self.job_progress(disk, &what).await?;
             let Some((done, all)) = progress else {
                 return Err(self.connection.unsupported(&what, "it ended".into()));
             };
@@ -287,8 +297,8 @@ impl Domain {
         }
     }
 
-    /// Bytes that were committed, and all that are to be; `None` without a commit.
-    async fn commit_progress(
+    /// Bytes that a job of a disk has done, and all that are to be; `None` without a job.
+    async fn job_progress(
         &self,
         disk: &str,
         what: &str,

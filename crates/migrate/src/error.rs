@@ -139,6 +139,11 @@ pub enum MigrateError {
     /// The hypervisor paused the machine before what was delivered was compared.
     #[error("its memory was sent before its disks were compared: they are compared by digests")]
     TooEarly,
+    /// The machine writes to its disks faster than they are copied.
+    #[error(
+        "the machine writes to its disks faster than the link carries: the copy begins anew, and its writes wait for the link"
+    )]
+    TooFast,
     /// It was stopped.
     #[error("stopped")]
     Stopped,
@@ -172,7 +177,7 @@ impl MigrateError {
         match self {
             Self::Net(e) => e.retryable(),
             Self::Teleport(e) => e.retryable(),
-            Self::Lost | Self::OldCopy(_) | Self::TooEarly => true,
+            Self::Lost | Self::OldCopy(_) | Self::TooEarly | Self::TooFast => true,
             Self::Unfinished { again, .. } => *again,
             _ => false,
         }

@@ -2,6 +2,7 @@
 
 mod ahead;
 mod aim;
+mod backlog;
 mod beside;
 mod broken;
 mod copy;
@@ -174,6 +175,7 @@ async fn drive(
         rest: None,
         lost_leases: None,
         given_up: None,
+        writes_wait: false,
         rate: 0.0,
         memory: Arc::default(),
         _lock: lock,
@@ -378,6 +380,8 @@ struct Driver<'a> {
     broken: Option<Instant>,
     /// The waits in between.
     pauses: Backoff,
+    /// Whether the machine's writes wait for the link: its disks could not be copied otherwise.
+    writes_wait: bool,
     /// Whether what is known of the disks' generations turned out to be wrong.
     distrusted: bool,
     /// What is remembered from one command to the next.
@@ -526,6 +530,7 @@ impl Driver<'_> {
                         self.undo().await;
                         self.distrusted |=
                             matches!(e, MigrateError::OldCopy(_) | MigrateError::TooEarly);
+                        self.writes_wait |= matches!(e, MigrateError::TooFast);
                         if let MigrateError::OldCopy(disk) = &e {
                             self.leaving.compare(disk);
                         }

@@ -24,6 +24,9 @@ const PROTECTED: u32 = 256;
 /// Flag: a machine that writes its memory faster than the link carries it is slowed down.
 const AUTO_CONVERGE: u32 = 8192;
 
+/// Flag: what the machine writes to its disks waits until it has been copied (libvirt 8.0).
+const WRITES_WAIT: u32 = 1 << 18;
+
 /// Flags of a source.
 const OUTGOING: u32 = LIVE | LAYERS | PROTECTED | AUTO_CONVERGE;
 
@@ -73,7 +76,8 @@ impl Domain {
     }
 
     /// Lets libvirt send all of the machine: the topmost layers of these disks to the NBD server at `nbd`, in exports called
-    /// `drive-` and the alias of the disk; then its memory to `memory`. At the end it is paused.
+    /// `drive-` and the alias of the disk; then its memory to `memory`. At the end it is paused. With `writes_wait` it writes to these
+    /// disks no faster than that server takes it.
     ///
     /// # Errors
     /// When that fails, or [`Self::abort_migration`] was called; the machine runs on after [`Self::end_migration`].
@@ -82,6 +86,7 @@ impl Domain {
         disks: &[String],
         nbd: &Path,
         memory: &Path,
+        writes_wait: bool,
     ) -> Result<Performed, HypervisorError> {
         let mut parameters = of_disks(disks);
         parameters.push(("migrate_uri", uri(memory)));
@@ -93,7 +98,10 @@ impl Domain {
             .optional(None)
             .parameters(&parameters)
             .bytes(&cookie)
-            .number(OUTGOING);
+            .number(match writes_wait {
+                true => OUTGOING | WRITES_WAIT,
+                false => OUTGOING,
+            });
         let what = "migrate the machine";
         let perform = Procedure::MigratePerform;
         let call = self

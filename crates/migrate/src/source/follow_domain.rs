@@ -11,6 +11,7 @@ use drover_hypervisor::machine::RamInfo;
 use tokio::net::UnixListener;
 
 use super::ahead::Ahead;
+use super::backlog::{Backlog, Seen};
 use super::copy::AbortOnDrop;
 use super::domain::{self, DISKS, MEMORY, Performing, file};
 use super::forward::{self, Forwarded};
@@ -59,7 +60,9 @@ impl Driver<'_> {
             machine: self.options.name_there.clone(),
             token: self.seeder.token(),
         };
-        let (reader, writer, ..) = call_over(writes.made().await?, &send, &request).await?;
+        let called = call_over(writes.made().await?, &send, &request).await?;
+        let (reader, mut writer, ..) = called;
+        writer.keep_little_unsent();
         let sent = Arc::new(Sent::default());
         let mut writer = DiskWriter::new(reader, writer, sent.clone());
         let (orders, queue) = forward::channel();
@@ -91,14 +94,17 @@ impl Driver<'_> {
         domain.begin_migration(&targets).await?;
         self.step(Step::Memory);
         let migrating = {
-            let domain = domain.clone();
-            async move { domain.perform_migration(&targets, &nbd, &memory).await }
+            let (domain, targets, wait) = (domain.clone(), targets.clone(), self.writes_wait);
+            async move {
+                let performed = domain.perform_migration(&targets, &nbd, &memory, wait);
+                performed.await
+            }
         };
         self.performing = Some(Performing::begin(migrating));
         let forwarded = forward::send(&mut writer, queue);
         tokio::pin!(forwarded);
         let performed = tokio::select! {
-            performed = self.performed(domain) => performed?,
+            performed = self.performed(domain, &targets, &sent) => performed?,
             // While it sends there are orders: it ends only with an error.
             ended = &mut forwarded => return ended.and(Err(MigrateError::Lost)),
         };
@@ -125,7 +131,16 @@ impl Driver<'_> {
     }
 
     /// Waits until libvirt has sent all of the machine.
-    async fn performed(&mut self, domain: &Domain) -> Result<Performed, MigrateError> {
+    ///
+    /// # Errors
+    /// When it does not; [`MigrateError::TooFast`] when it does not get there, unless the machine's writes wait already.
+    async fn performed(
+        &mut self,
+        domain: &Domain,
+        disks: &[String],
+        sent: &Sent,
+    ) -> Result<Performed, MigrateError> {
+        let (begun, mut backlog) = (Instant::now(), Backlog::default());
         let mut ticks = tokio::time::interval(PROGRESS_EVERY);
         loop {
             let Some(performing) = &mut self.performing else {
@@ -134,6 +149,18 @@ impl Driver<'_> {
             tokio::select! {
                 performed = performing.performed() => return performed,
                 _ = ticks.tick() => {}
+            }
+            if !self.writes_wait
+                && let Ok(left) = uncopied(domain, disks).await
+            {
+                let seen = Seen {
+                    at: begun.elapsed(),
+                    carried: sent.disk.load(Ordering::Relaxed),
+                    left,
+                };
+                if backlog.grows(seen) {
+                    return Err(MigrateError::TooFast);
+                }
             }
             if let Ok(job) = domain.job().await
                 && job.memory_total > 0
@@ -176,6 +203,15 @@ impl Driver<'_> {
         };
         Ok(AbortOnDrop(tokio::spawn(carry)))
     }
+}
+
+/// Bytes of all disks that libvirt has yet to copy.
+async fn uncopied(domain: &Domain, disks: &[String]) -> Result<u64, MigrateError> {
+    let mut all: u64 = 0;
+    for disk in disks {
+        all = all.saturating_add(domain.uncopied(disk).await?.unwrap_or(0));
+    }
+    Ok(all)
 }
 
 fn serve(exports: Vec<nbd::Export>, socket: &Path) -> Result<Serving, MigrateError> {

@@ -11,8 +11,8 @@ use crate::disks::{DiskWriter, Sent, pack_write, pack_zeros};
 use crate::error::MigrateError;
 use crate::protocol::MAX_WRITE;
 
-/// Writes between the NBD server and the connection.
-const QUEUE: usize = 16;
+/// Writes between the NBD server and the connection: what waits here counts as copied, and makes the pause longer.
+const QUEUE: usize = 2;
 
 /// What is to be sent.
 pub enum Order {

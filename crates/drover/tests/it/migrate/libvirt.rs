@@ -607,6 +607,40 @@ async fn a_machine_of_libvirt_with_two_disks_and_a_seed_moves_and_comes_back() {
 }
 
 #[tokio::test]
+async fn a_machine_of_libvirt_that_writes_faster_than_the_link_carries_moves() {
+    let test = "a_machine_of_libvirt_that_writes_faster_than_the_link_carries_moves";
+    let Some(managed) = Managed::new(test) else {
+        return;
+    };
+    let path = managed.path("web.raw");
+    let disk = format!(
+        "<disk type='file'><driver name='qemu' type='raw'/><source file='{path}'/><target dev='vda' bus='virtio'/></disk>"
+    );
+    let guest = &managed.sites.guest;
+    managed.near.define_with(guest, &disk, "pace=0 dirty=0");
+    managed.near.virsh(&["start", "web"]).unwrap();
+    let mut near = managed.near.console();
+    let begun = near.wait_said("beat", 100).await;
+    let writing = std::time::Instant::now();
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    let records = near.all_said("beat").last().copied().unwrap() - begun;
+    let rate = records as f64 * 4096.0 / writing.elapsed().as_secs_f64();
+    let limit = format!("{}", (rate * 0.75) as u64);
+    let mut moving = managed.begin("near", "far", &["--limit", &limit]);
+    let told = moving.until("event", "reconnecting").to_string();
+    assert!(told.contains("its writes wait for the link"), "{told}");
+    let done = moving.done();
+    println!("{rate} bytes/s written, limit {limit}: {done}");
+    let mut far = managed.far.console();
+    let there = far.wait_said("beat", 20).await;
+    assert!(far.verify().await >= there);
+    assert_eq!(managed.sites.state("near"), "away");
+    // It writes as fast as ever.
+    let far_begun = far.all_said("beat").last().copied().unwrap();
+    far.wait_said("beat", far_begun + records / 4).await;
+}
+
+#[tokio::test]
 async fn a_person_breaks_the_move_of_a_machine_of_libvirt() {
     let test = "a_person_breaks_the_move_of_a_machine_of_libvirt";
     let Some(mut managed) = Managed::new(test) else {
