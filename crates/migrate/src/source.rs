@@ -32,8 +32,7 @@ use drover_core::ImageName;
 use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_net::service::{self, Request};
 use drover_net::{
-    Backoff, Code, ConnectOptions, Connection, FrameReader, FrameWriter, NetError, Refusal,
-    WireCounters, connect_any,
+    Backoff, Code, Connection, FrameReader, FrameWriter, NetError, Refusal, WireCounters,
 };
 use drover_store::machine::{
     Decision, MachineLock, MachineRecord, Machines, Other, Owner, Seed, Token,
@@ -41,7 +40,7 @@ use drover_store::machine::{
 use drover_teleport::{SendItem, SendOptions};
 use tokio::sync::{Notify, watch};
 
-use self::ahead::Ahead;
+use self::ahead::{Ahead, connect};
 pub use self::broken::{Broken, NoAnswer, ask_once, break_move, give_up};
 use self::device::Device;
 use self::disks::Disks;
@@ -324,12 +323,6 @@ async fn call_on_wire<R: Request<Reply = ()>>(
     request: &R,
 ) -> Result<(FrameReader, FrameWriter, Arc<WireCounters>, u16), MigrateError> {
     call_over(connect(send).await?, send, request).await
-}
-
-/// Reaches the other site, which has proved its key.
-async fn connect(send: &SendOptions) -> Result<Connection, MigrateError> {
-    let options = ConnectOptions::named(&send.peer_name);
-    Ok(connect_any(&send.addresses, &send.identity, &send.peer, &options).await?)
 }
 
 async fn call_over<R: Request<Reply = ()>>(

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::PATIENCE;
-use super::qemu::PROGRAM;
+
+/// QEMU.
+pub(super) const PROGRAM: &str = "qemu-system-x86_64";
 
 /// What the guest says before it looks at its disks.
 const BOOTED: &str = "guest: booted";

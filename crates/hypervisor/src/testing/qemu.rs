@@ -9,11 +9,9 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use super::booted::{goes_on, let_run, state_of};
+use super::booted::{PROGRAM, goes_on, let_run, state_of};
 use super::{Guest, PATIENCE, skip};
 use crate::machine::{Machine, Node};
-
-pub(super) const PROGRAM: &str = "qemu-system-x86_64";
 
 /// Whether QEMU is installed; if not, says SKIP for `test` and returns `None`.
 #[must_use]

@@ -3,16 +3,24 @@
 
 use std::time::{Duration, Instant};
 
-use drover_net::Connection;
+use drover_net::{ConnectOptions, Connection, connect_any};
 use drover_teleport::SendOptions;
 use tokio::task::JoinHandle;
 
-use super::connect;
 use crate::error::MigrateError;
 
 /// How old a connection may be on which nothing was said yet: the other end waits for the call for some seconds only
 /// ([`drover_net::HANDSHAKE_TIMEOUT`]).
 const FRESH: Duration = Duration::from_secs(4);
+
+/// Reaches the other site, which has proved its key.
+///
+/// # Errors
+/// As of [`connect_any`].
+pub(super) async fn connect(send: &SendOptions) -> Result<Connection, MigrateError> {
+    let options = ConnectOptions::named(&send.peer_name);
+    Ok(connect_any(&send.addresses, &send.identity, &send.peer, &options).await?)
+}
 
 /// A connection that is being made.
 pub(super) struct Ahead {

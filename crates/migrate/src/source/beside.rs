@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use drover_hypervisor::Hypervisor;
 use drover_hypervisor::machine::Machine;
@@ -16,11 +17,23 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::ahead::Ahead;
-use super::copy::{AbortOnDrop, PROOF_POLL};
 use super::images::ImagesSent;
 use super::{Driver, MoveEvent, OnMove};
 use crate::error::MigrateError;
 use crate::memory::{self, Gate};
+
+/// Interval of looking how far memory is that is kept from its end.
+pub(super) const PROOF_POLL: Duration = Duration::from_millis(5);
+
+/// Carries the hypervisor's stream. When it ends the hypervisor finds its socket closed, and does not wait for a link that is
+/// dead.
+pub(super) struct AbortOnDrop(pub JoinHandle<Result<(), MigrateError>>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
 
 /// Memory that is being sent.
 pub(super) struct Sending {

@@ -13,11 +13,10 @@ use drover_net::Connection;
 use drover_teleport::Pace;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::net::UnixStream;
-use tokio::task::JoinHandle;
 
 use super::ahead::Ahead;
 use super::aim::{Aim, DEFAULT_PAUSE, Seen, for_hypervisor};
-use super::beside::{Happened, Sending};
+use super::beside::{AbortOnDrop, Happened, PROOF_POLL, Sending};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
@@ -45,9 +44,6 @@ const LITTLE: u64 = 64 << 10;
 const FEW_ROUNDS: u32 = 3;
 const MANY_ROUNDS: u32 = 20;
 
-/// Interval of looking whether what was delivered is proved.
-pub(super) const PROOF_POLL: Duration = Duration::from_millis(5);
-
 /// The pause that is given to QEMU as long as the disks are not ready: it is never that short.
 const NOT_YET: u64 = 0;
 
@@ -62,16 +58,6 @@ const SWITCH_LIMIT: Duration = Duration::from_secs(60);
 
 /// The name of the descriptor of the stream in the hypervisor.
 const STREAM: &str = "drover";
-
-/// Carries the hypervisor's stream. When it ends the hypervisor finds its socket closed, and does not wait for a link that is
-/// dead.
-pub(super) struct AbortOnDrop(pub JoinHandle<Result<(), MigrateError>>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
 
 impl Driver<'_> {
     /// Copies all of the machine; at the end it is paused.

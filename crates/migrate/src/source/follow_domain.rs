@@ -12,7 +12,7 @@ use tokio::net::UnixListener;
 
 use super::ahead::Ahead;
 use super::backlog::{Backlog, Seen};
-use super::copy::AbortOnDrop;
+use super::beside::AbortOnDrop;
 use super::domain::{self, DISKS, MEMORY, Performing, file};
 use super::forward::{self, Forwarded};
 use super::{Driver, MoveEvent, Step, call_over, millis};

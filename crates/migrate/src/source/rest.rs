@@ -14,10 +14,10 @@ use drover_store::machine::{Machines, Token};
 use drover_teleport::SendOptions;
 use parking_lot::Mutex;
 
-use super::ahead::Ahead;
+use super::ahead::{Ahead, connect};
 use super::left::{FORMAT, LeftDisk, LeftDisks, Rest, Round, TAKEN, is_away};
 use super::report::{MoveEvent, OnMove, PostCopy, Step};
-use super::{Driver, call, call_over, connect, millis};
+use super::{Driver, call, call_over, millis};
 use crate::disks::{DiskWriter, Sent};
 use crate::error::MigrateError;
 use crate::hold::hold;
