@@ -339,7 +339,8 @@ async fn writes_faster_than_the_link(test: &str, options: &[&str]) -> Option<Val
     let sites = Sites::new(test)?;
     let launch = |disk: Node| {
         let launch = Launch::new().node(&disk).node(&raw("file"));
-        launch.disk("vd0", "disk").guest(&sites.guest, 0, 0)
+        let launch = launch.disk("vd0", "disk").guest(&sites.guest, 0, 0);
+        launch.booted()
     };
     let path = sites.world.path("web.raw");
     fs::File::create(&path).unwrap().set_len(LARGE).unwrap();

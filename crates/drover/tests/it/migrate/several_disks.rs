@@ -27,6 +27,7 @@ pub(super) fn launch(sites: &Sites, disks: [Node; 2], ids: [&str; 2]) -> Launch 
     launch
         .with("-device ide-cd,drive=cd,id=cd0")
         .guest(&sites.guest, 10, 4)
+        .booted()
 }
 
 pub(super) fn stub(n: usize, size: u64) -> Node {
