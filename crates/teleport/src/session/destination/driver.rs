@@ -11,6 +11,7 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::{BLOCK_SIZE_U64, Digest};
 use drover_index::{Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::Frame;
+use drover_store::DataBits;
 use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
@@ -442,6 +443,7 @@ impl Driver<'_> {
     fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {
         let Prepared {
             transfer,
+            machine,
             transit,
             incoming,
             matcher,
@@ -463,8 +465,10 @@ impl Driver<'_> {
         }
         if transfer.compare || self.known.is_some() {
             self.comparing.insert(batch.index, Half::Nothing);
+            let none = || DataBits::new(batch.digests.len() as u64);
             let comparison = Comparison {
                 batch: batch.clone(),
+                asked: machine.asked(batch.index).cloned().unwrap_or_else(none),
                 part: transfer.compare,
                 known: self.known.clone(),
             };

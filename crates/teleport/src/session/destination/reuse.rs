@@ -34,6 +34,8 @@ pub enum Work {
 pub struct Comparison {
     /// The batch.
     pub batch: Arc<Batch>,
+    /// Those of its data blocks that are on their way, since a machine waits for them: they may be written at any time.
+    pub asked: DataBits,
     /// Whether the partial file may hold something there.
     pub part: bool,
     /// The old copy.
@@ -92,24 +94,26 @@ fn compare(
     let batch = &*with.batch;
     let none = || DataBits::new(batch.digests.len() as u64);
     let there = match with.part {
-        true => compare_with_part(image, batch, lap)?,
+        true => compare_with_part(image, batch, &with.asked, lap)?,
         false => none(),
     };
     let old = match &with.known {
         Some(known) => {
             let brings = (batch.digests.len() as u64).saturating_sub(there.count());
             ensure_room(site, brings * BLOCK_SIZE_U64)?;
-            known.bring(image, batch, &there, lap)?
+            known.bring(image, batch, [&there, &with.asked], lap)?
         }
         None => none(),
     };
     Ok(Kept { there, old })
 }
 
-/// Zeroes the batch's zero blocks in the partial file, and finds which of its data blocks are in place.
+/// Zeroes the batch's zero blocks in the partial file, and finds which of its data blocks are in place, but for those that are on
+/// their way: what is there may have the same short digest, and must not be taken for what comes.
 fn compare_with_part(
     image: &Incoming,
     batch: &Batch,
+    asked: &DataBits,
     lap: &mut Lap,
 ) -> Result<DataBits, TeleportError> {
     let (part, layout) = (&image.part, &image.layout);
@@ -134,11 +138,8 @@ fn compare_with_part(
     if let Some(open) = image.open.read().get(&batch.index) {
         let mut full = open.full.lock();
         for (i, digest) in found.into_iter().enumerate() {
-            if digest.short() == batch.digests[i] {
-                // A block that a machine waited for may have come meanwhile, another one with the same short digest perhaps.
-                if full[i] == Digest::default() {
-                    full[i] = digest;
-                }
+            if digest.short() == batch.digests[i] && !asked.get(i as u64) {
+                full[i] = digest;
                 blocks.set(i as u64);
             }
         }
@@ -146,7 +147,8 @@ fn compare_with_part(
     Ok(blocks)
 }
 
-/// Copies and verifies; returns the batch's data blocks that failed verification.
+/// Copies and verifies; returns the batch's data blocks that failed verification. None of these blocks is asked for before it has
+/// failed ([`crate::destination::Destination`]), so none of them comes meanwhile.
 fn carry_out(
     site: &Site,
     image: &Incoming,
@@ -258,9 +260,9 @@ mod tests {
     use super::*;
     use crate::session::literals_in::OpenBatch;
 
-    /// What a machine waited for came while the batch was compared with what was in its place: two blocks with one short digest.
+    /// Two blocks with one short digest: one is in the place of the other, for which a machine waits.
     #[test]
-    fn what_was_in_the_place_of_a_block_does_not_count_once_that_has_come() {
+    fn what_is_in_the_place_of_a_block_that_is_on_its_way_does_not_count() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("image.part");
         let file = File::options()
@@ -296,8 +298,10 @@ mod tests {
         image.open.write().insert(0, Arc::clone(&open));
         // The twin has come, and is about to be written.
         open.full.lock()[0] = twin;
-        let kept = compare_with_part(&image, &batch, &mut Lap::start()).unwrap();
-        assert_eq!(kept.count(), 2);
+        let mut asked = DataBits::new(2);
+        asked.set(0);
+        let kept = compare_with_part(&image, &batch, &asked, &mut Lap::start()).unwrap();
+        assert_eq!(kept.iter().collect::<Vec<_>>(), [1]);
         assert_eq!(*open.full.lock(), [twin, there]);
     }
 }

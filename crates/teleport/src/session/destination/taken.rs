@@ -111,13 +111,13 @@ impl Known {
         Ok(Taken { batch, full })
     }
 
-    /// Brings those data blocks of a batch into place, apart from those that are `there`, which the old copy has at the same place;
-    /// which they are, by order among the batch's data blocks.
+    /// Brings those data blocks of a batch into place which the old copy has at the same place, apart from these others, which are
+    /// there or on their way; which they are, by order among the batch's data blocks.
     pub fn bring(
         &self,
         into: &Incoming,
         batch: &Batch,
-        there: &DataBits,
+        others: [&DataBits; 2],
         lap: &mut Lap,
     ) -> Result<DataBits, TeleportError> {
         let mut brought = DataBits::new(batch.digests.len() as u64);
@@ -125,7 +125,7 @@ impl Known {
             return Ok(brought);
         };
         let nth: Vec<u64> = (0..batch.digests.len() as u64)
-            .filter(|i| !there.get(*i))
+            .filter(|i| !others.iter().any(|there| there.get(*i)))
             .collect();
         let places: Vec<u64> = batch.data.iter().collect();
         let wanted: Vec<u64> = nth.iter().map(|i| places[*i as usize]).collect();
@@ -142,17 +142,13 @@ impl Known {
                 }
                 let mut found = Vec::with_capacity(blocks);
                 digest_blocks(slab, &mut found);
-                // Held until they are written: a block that comes meanwhile is written after them, and what has come is left alone.
-                let mut full = open.full.lock();
-                let same = |n: &usize| {
-                    let i = here[*n] as usize;
-                    found[*n].short() == batch.digests[i] && full[i] == Digest::default()
-                };
+                let same = |n: &usize| found[*n].short() == batch.digests[here[*n] as usize];
                 for run in runs_where(blocks, same) {
                     let bytes = &slab[run.start * BLOCK_SIZE..run.end * BLOCK_SIZE];
                     let to = BlockIndex(first + at + run.start as u64);
                     write_walk(&into.part, &into.layout, to, bytes)
                         .map_err(TeleportError::file("write", &into.part_path))?;
+                    let mut full = open.full.lock();
                     for n in run {
                         full[here[n] as usize] = found[n];
                         brought.set(here[n]);
