@@ -340,7 +340,10 @@ impl Unit {
                 said.started = Some([walk_blocks, size_bytes, data_bytes, resumed_blocks]);
                 said.trouble.clear();
             }),
-            SendEvent::Reconnecting { error, .. } => unit.say(|said| said.trouble(&error)),
+            SendEvent::Reconnecting { error, .. } => {
+                unit.counters.reset();
+                unit.say(|said| said.trouble(&error));
+            }
             _ => {}
         });
         let lane = SendLane {
@@ -361,6 +364,8 @@ impl Unit {
             if began.elapsed() > options.give_up_after {
                 return Err(trouble);
             }
+            // None of it has arrived for sure: it goes on from what the next session says.
+            self.counters.reset();
             self.say(|said| said.trouble(&trouble.to_string()));
             tokio::select! {
                 () = sleep(LOOK_EVERY) => {}
