@@ -1,6 +1,7 @@
 //! Images of this site that are mounted here: once an image is complete, the mount reads what nobody has written over from the
 //! image's files, and only the rest by way of the site's process.
 
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -15,14 +16,14 @@ use drover_store::{Catalog, changes};
 use super::lease::Lease;
 use super::open_disk;
 use super::target::Target;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::home::Home;
 use crate::site;
 
 /// Interval at which it is looked whether an image is complete.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Longest interval after failures.
+/// Longest interval while that fails, or finds another image.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// The device of a mounted image of this site. Call within a runtime.
@@ -57,13 +58,23 @@ struct Found {
     lease: Lease,
 }
 
+/// What was found of an image.
+enum Looked {
+    /// Nothing of that name: it is in transit.
+    Nothing,
+    /// Another image, or one that cannot be read from its files.
+    Another,
+    /// The image, and the byte ranges that were written over.
+    It(Arc<dyn BlockDevice>, Vec<Range<u64>>),
+}
+
 impl Found {
     /// Tells a mount of the image as soon as it is complete, unless the mount ends before.
     async fn tell(self, near: Weak<Near>) {
-        let (mut first, mut pause) = (true, PAUSE);
+        let mut pause = PAUSE;
         while near.strong_count() > 0 {
-            match self.look(first).await {
-                Ok(Some((base, written))) => {
+            match self.look().await {
+                Ok(Looked::It(base, written)) => {
                     if let Some(near) = near.upgrade()
                         && !near.found(base, written)
                     {
@@ -71,57 +82,75 @@ impl Found {
                     }
                     return;
                 }
-                Ok(None) => pause = PAUSE,
+                // What is in transit gets its name in the directory of images.
+                Ok(Looked::Nothing) => {
+                    self.appears(&near).await;
+                    pause = PAUSE;
+                    continue;
+                }
+                Ok(Looked::Another) => {}
                 // A site of an earlier version, or none that runs: everything is read by way of the server of mounts.
                 Err(e) if matches!(e.code(), Some(Code::Unsupported | Code::Protocol)) => return,
                 Err(e) => {
                     tracing::debug!(image = %self.name, error = %e, "the image is not read from its file yet");
-                    pause = (2 * pause).min(LONGEST_PAUSE);
                 }
             }
-            first = false;
             tokio::time::sleep(pause).await;
+            pause = (2 * pause).min(LONGEST_PAUSE);
         }
     }
 
-    /// The image, if it is complete, and what was written over it.
-    async fn look(&self, first: bool) -> Result<Option<Seen>> {
-        let (home, name, digest) = (self.home.clone(), self.name.clone(), self.digest);
-        let open = move || {
-            // What is in transit gets its name in the directory of images. It is looked for often.
-            match first || home.images_dir().join(name.as_str()).exists() {
-                true => open(&home, &name, digest),
-                false => Ok(None),
+    /// Waits until there is a file of its name, or the mount has ended.
+    async fn appears(&self, near: &Weak<Near>) {
+        let path = self.home.images_dir().join(self.name.as_str());
+        loop {
+            tokio::time::sleep(PAUSE).await;
+            let path = path.clone();
+            let exists = tokio::task::spawn_blocking(move || path.exists());
+            if near.strong_count() == 0 || exists.await.unwrap_or(true) {
+                return;
             }
-        };
-        let Some(base) = tokio::task::spawn_blocking(open).await?? else {
-            return Ok(None);
+        }
+    }
+
+    async fn look(&self) -> Result<Looked> {
+        let (home, name, digest) = (self.home.clone(), self.name.clone(), self.digest);
+        let opened = tokio::task::spawn_blocking(move || open(&home, &name, digest));
+        let base = match opened.await?? {
+            Opened::Nothing => return Ok(Looked::Nothing),
+            Opened::Another => return Ok(Looked::Another),
+            Opened::It(base) => base,
         };
         let seen = self.lease.changes().await?;
-        let written = seen.ranges().collect();
-        Ok((seen.digest == self.digest).then_some((base, written)))
+        match seen.digest == self.digest {
+            true => Ok(Looked::It(base, seen.ranges().collect())),
+            false => Ok(Looked::Another),
+        }
     }
 }
 
-/// An image, and the byte ranges that were written over.
-type Seen = (Arc<dyn BlockDevice>, Vec<std::ops::Range<u64>>);
+/// What the catalog has by a name.
+enum Opened {
+    Nothing,
+    Another,
+    It(Arc<dyn BlockDevice>),
+}
 
-/// Opens the files of an image; `None` if the site has none with this digest, or none that is complete.
-fn open(home: &Home, name: &ImageName, digest: Digest) -> Result<Option<Arc<dyn BlockDevice>>> {
+/// Opens the files of the image of that name, if it has this digest.
+fn open(home: &Home, name: &ImageName, digest: Digest) -> Result<Opened> {
     let catalog = Arc::new(site::look_at_catalog(home)?);
     let Some(record) = catalog.by_name(name)? else {
-        return Ok(None);
+        return Ok(Opened::Nothing);
     };
     if changes::digest_for_mounts(&home.mounted_dir(), &record) != digest {
-        return Ok(None);
+        return Ok(Opened::Another);
     }
     let disk = open_disk(home, &catalog, &record)?;
     // Of the file that was opened: it may have been replaced since the catalog was read.
     let (opened, recorded) = (disk.stamps().first().map(|(_, stamp)| *stamp), record.stamp);
     let same = opened.zip(recorded);
-    let same = same.is_some_and(|(a, b)| (a.size, a.mtime_ns) == (b.size, b.mtime_ns));
-    match same {
-        true => Ok(Some(Arc::new(ImageDevice::new(disk)))),
-        false => Err(Error::refused(format!("{name} was changed meanwhile"))),
+    match same.is_some_and(|(a, b)| (a.size, a.mtime_ns) == (b.size, b.mtime_ns)) {
+        true => Ok(Opened::It(Arc::new(ImageDevice::new(disk)))),
+        false => Ok(Opened::Another),
     }
 }
