@@ -5,7 +5,7 @@
 help:
 	@echo "make demo    two sites on loopback, two related images, and what crossed the wire"
 	@echo "make test    every test; ends with the counts"
-	@echo "make guests  the tests that boot machines: block drivers of Debian's kernel, live migration, a system that boots from afar"
+	@echo "make guests  the tests that boot machines: block drivers of Debian's kernel, live migration, nodes over NFS, a system that boots from afar"
 	@echo "make examples  programs that are built apart: a WebAssembly machine that moves while it runs"
 	@echo "make lint    format, clippy, documentation, layers"
 	@echo "make bench   the lab: drover against its rivals and the limit, for an hour (MINUTES=60, FULL=1); makes docs/benchmarks.md"
@@ -22,7 +22,7 @@ test:
 
 guests:
 	@scripts/install-deps build test guests lab
-	@scripts/guests drivers migrate boot
+	@scripts/guests drivers migrate nfs boot
 
 examples:
 	@scripts/install-deps build

@@ -22,6 +22,8 @@ pub struct Guest<'a> {
     pub with: Vec<PathBuf>,
     /// Kernel modules, each after those that it needs.
     pub modules: Vec<&'a str>,
+    /// Its network card, as QEMU's `-nic` has it; none if it is empty.
+    pub nic: &'a str,
     /// Seconds.
     pub timeout: &'a str,
     /// What it runs.
@@ -37,6 +39,9 @@ impl Guest<'_> {
         let mut guest = Command::new(lab.join("guest/run.sh"));
         guest.arg("--dir").arg(lab.join("cache"));
         guest.args(["--cpus", "2", "--timeout", self.timeout]);
+        if !self.nic.is_empty() {
+            guest.args(["--nic", self.nic]);
+        }
         for program in &self.with {
             guest.arg("--with").arg(program);
         }

@@ -1,17 +1,18 @@
 #!/bin/bash
 # Runs a command in a small machine whose kernel has what this one's lacks (nbd, ublk): QEMU without KVM, Debian
 # trixie's kernel.
-# usage: lab/guest/run.sh [--with PROGRAM... --module NAME...] [--cpus N] [--dir CACHE] [--timeout SECONDS] COMMAND
+# usage: lab/guest/run.sh [--with PROGRAM... --module NAME...] [--cpus N] [--nic NIC] [--dir CACHE] [--timeout SECONDS] COMMAND
 # The machine's console goes to standard output; the exit code is the command's, 77 when this machine cannot do it,
 # 124 when it took too long. The first run fetches 230 MB of packages into the cache.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-dir=lab/cache timeout=300 cpus=1 programs=() modules=()
+dir=lab/cache timeout=300 cpus=1 nic=() programs=() modules=()
 while [ $# -gt 1 ]; do
   case $1 in
     --with) programs+=("$2") ;;
     --module) modules+=("$2") ;;
     --cpus) cpus=$2 ;;
+    --nic) nic=(-nic "$2") ;;
     --dir) dir=$2 ;;
     --timeout) timeout=$2 ;;
     *) echo "unknown: $1" >&2; exit 2 ;;
@@ -94,7 +95,7 @@ accelerator=(-accel tcg -icount shift=0,sleep=off)
 [ "$cpus" = 1 ] || accelerator=(-accel tcg,thread=multi)
 setsid -w sh -c 'echo -10 2>/dev/null >/proc/self/autogroup; exec "$@"' sh \
   timeout "$timeout" qemu-system-x86_64 "${accelerator[@]}" -cpu max -smp "$cpus" -m 512 \
-  -nodefaults -no-user-config -display none \
+  -nodefaults -no-user-config -display none "${nic[@]}" \
   -no-reboot -serial stdio -kernel "$kernel" -initrd "$work/initrd.gz" \
   -append "console=ttyS0 quiet panic=-1 mitigations=off" </dev/null | tr -d '\r' | tee "$work/console" || code=${PIPESTATUS[0]}
 [ "$code" = 0 ] || exit "$code"

@@ -103,6 +103,16 @@ impl PostgresServer {
         self.resume();
     }
 
+    /// Starts it again, without TLS, at a loopback address of its own that it also listens on from now on.
+    ///
+    /// # Panics
+    /// When it does not start.
+    pub fn listen_at(&mut self, address: Ipv4Addr) {
+        self.stop();
+        self.address = Some(address);
+        self.resume();
+    }
+
     /// Starts it again, listening where it did, without TLS.
     ///
     /// # Panics

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 #[path = "../../../../lab/guest/guest.rs"]
-mod guest;
+pub mod guest;
 
 /// Steps that must be among the successful ones, so that a script that ends early is noticed.
 const STEPS: [&str; 25] = [
@@ -67,6 +67,7 @@ fn attach_in_a_guest_by_nbd_and_by_ublk() {
         test,
         with,
         modules: [&guest::EXT4[..], &["loop", "fuse", "nbd", "ublk_drv"]].concat(),
+        nic: "",
         timeout: "1700",
         script: include_str!("attach_guest.sh"),
         steps: &STEPS,

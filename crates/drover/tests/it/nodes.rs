@@ -1,6 +1,7 @@
 //! A site on two hosts: two processes with homes of their own, one directory of images, and one catalog on a PostgreSQL server.
 
 mod flocks;
+mod nfs;
 
 use std::fs;
 use std::path::PathBuf;

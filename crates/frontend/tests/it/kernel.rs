@@ -46,6 +46,7 @@ fn both_drivers_serve_file_systems_in_a_guest() {
         test,
         with: examples.into_iter().chain(programs).collect(),
         modules: [&guest::EXT4[..], &["nbd", "ublk_drv"]].concat(),
+        nic: "",
         timeout: "1700",
         script: include_str!("kernel.sh"),
         steps: &STEPS,
