@@ -3,6 +3,7 @@
 mod copies;
 mod encrypted;
 mod files;
+mod full;
 mod operations;
 mod peers;
 mod s3;
