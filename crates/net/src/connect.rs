@@ -230,6 +230,8 @@ async fn resolve(address: &str, options: &ConnectOptions) -> Result<Vec<SocketAd
 enum Failure {
     /// No answer; the text is one entry of a list.
     Unreachable(String),
+    /// It answered, and is something else.
+    Other(NetError),
     /// It answered, but something else is wrong.
     Final(NetError),
 }
@@ -255,7 +257,10 @@ async fn attempt(
     secure(tcp, identity, expected, options, peer)
         .await
         .map(|connection| connection.with_round_trip(round_trip))
-        .map_err(Failure::Final)
+        .map_err(|(e, refuses)| match e {
+            NetError::Handshake { .. } if !refuses => Failure::Other(e),
+            e => Failure::Final(e),
+        })
 }
 
 async fn secure(
@@ -264,39 +269,43 @@ async fn secure(
     expected: &PeerKey,
     options: &ConnectOptions,
     peer: String,
-) -> Result<Connection, NetError> {
+) -> Result<Connection, (NetError, bool)> {
+    let of_other = |e| (e, false);
     let (config, found) =
-        tls::client_config(identity, expected).map_err(|e| handshake_error(&peer, &e))?;
+        tls::client_config(identity, expected).map_err(|e| of_other(handshake_error(&peer, &e)))?;
     let io = Counted::new(tcp, Arc::new(WireCounters::default()));
     let handshake = TlsConnector::from(config).connect(tls::server_name(), io);
     let stream = match timeout(options.step_timeout, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(e)) => {
             return Err(match found.lock().take() {
-                Some(found) => NetError::WrongPeer {
+                Some(found) => of_other(NetError::WrongPeer {
                     peer,
                     expected: *expected,
                     found,
-                },
-                None => handshake_failure(peer, e),
+                }),
+                None => {
+                    let refuses = is_alert(&e);
+                    (handshake_failure(peer, e), refuses)
+                }
             });
         }
         Err(_) => {
-            return Err(NetError::TimedOut {
+            return Err(of_other(NetError::TimedOut {
                 peer,
                 what: "the handshake",
                 after: options.step_timeout,
-            });
+            }));
         }
     };
     let stream = TlsStream::from(stream);
-    let key = agreed(&stream, &peer)?;
+    let key = agreed(&stream, &peer).map_err(of_other)?;
     if key != *expected {
-        return Err(NetError::WrongPeer {
+        return Err(of_other(NetError::WrongPeer {
             peer,
             expected: *expected,
             found: key,
-        });
+        }));
     }
     Ok(Connection::tls(stream, key, peer, MAX_FRAME))
 }
@@ -326,6 +335,12 @@ pub(crate) fn handshake_error(peer: &str, e: &rustls::Error) -> NetError {
         peer: peer.to_owned(),
         reason: tls::explain(e),
     }
+}
+
+/// Whether the other end refused the handshake by an alert: it speaks TLS, and has not shown who it is.
+fn is_alert(e: &io::Error) -> bool {
+    let complaint = e.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>());
+    matches!(complaint, Some(rustls::Error::AlertReceived(_)))
 }
 
 /// A failed handshake: TLS's complaint, or a socket that broke under it.
@@ -368,8 +383,8 @@ impl Failures {
     fn add(&mut self, target: SocketAddr, failure: Failure) {
         match failure {
             Failure::Unreachable(reason) => self.unreachable.push((target, reason)),
-            // What is no drover, or another one, has shown it.
-            Failure::Final(e @ NetError::Handshake { .. }) => self.other = Some(e),
+            // What is no drover, or another one, has shown it; who only refuses has not.
+            Failure::Other(e) => self.other = Some(e),
             Failure::Final(e @ NetError::WrongPeer { .. }) => self.wrong = Some(e),
             Failure::Final(e) => {
                 self.is_silent = true;

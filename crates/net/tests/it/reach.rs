@@ -5,6 +5,7 @@ use std::time::Duration;
 use drover_net::{
     ConnectOptions, Identity, Listener, NetError, Route, connect, connect_any, connect_or_tell,
 };
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 
 use crate::util::listener;
@@ -105,6 +106,23 @@ async fn what_takes_a_connection_and_is_silent_may_be_the_site() {
             drop(closes.accept().await.unwrap());
         }
     });
+    // An alert (fatal, internal error), and what is no TLS.
+    let says = async |said: &'static [u8]| {
+        let says = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = says.local_addr().unwrap().to_string();
+        tokio::spawn(async move {
+            loop {
+                let (mut stream, _) = says.accept().await.unwrap();
+                stream.write_all(said).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        });
+        address
+    };
+    let alert = says(&[0x15, 3, 3, 0, 2, 2, 0x50]).await;
+    let ssh = says(b"SSH-2.0-OpenSSH_9.2p1\r\n").await;
+    assert!(tell(&[alert]).await.may_be_there);
+    assert!(!tell(&[ssh]).await.may_be_there);
     let (other, _) = listener().await;
     let wrong = other.local_addr().to_string();
     tokio::spawn(async move {
