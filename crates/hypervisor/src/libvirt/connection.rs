@@ -67,6 +67,7 @@ pub enum Procedure {
     SetAutostart = 29,
     AuthList = 66,
     AuthPolkit = 70,
+    LibraryVersion = 157,
     JobInfo = 163,
     AbortJob = 164,
     SetMaxDowntime = 166,

@@ -114,6 +114,21 @@ impl Domain {
         Ok(Performed { paused_ms: paused })
     }
 
+    /// Whether what the machine writes can wait until it has been copied.
+    ///
+    /// # Errors
+    /// When libvirt does not say.
+    pub async fn can_let_writes_wait(&self) -> Result<bool, HypervisorError> {
+        /// In which that came: 8.0.0.
+        const SINCE: u64 = 8_000_000;
+        let what = "tell its version";
+        let version = self
+            .connection
+            .call(Procedure::LibraryVersion, what, Writer::default());
+        let version = Reader::new(&version.await?).long();
+        Ok(version.ok_or_else(|| self.connection.unknown(what))? >= SINCE)
+    }
+
     /// Ends a migration from here: the machine is gone, and its QEMU ends; or it stays, and runs on.
     ///
     /// # Errors

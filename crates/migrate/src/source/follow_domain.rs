@@ -100,6 +100,8 @@ impl Driver<'_> {
                 performed.await
             }
         };
+        // A link that carries nothing stops its disks then.
+        self.liveness.set_paused(self.writes_wait);
         self.performing = Some(Performing::begin(migrating));
         let forwarded = forward::send(&mut writer, queue);
         tokio::pin!(forwarded);
@@ -141,6 +143,8 @@ impl Driver<'_> {
         sent: &Sent,
     ) -> Result<Performed, MigrateError> {
         let (begun, mut backlog) = (Instant::now(), Backlog::default());
+        // One of libvirt before 8.0 becomes ready when it writes less.
+        let may_wait = !self.writes_wait && domain.can_let_writes_wait().await.unwrap_or(false);
         let mut ticks = tokio::time::interval(PROGRESS_EVERY);
         loop {
             let Some(performing) = &mut self.performing else {
@@ -150,9 +154,7 @@ impl Driver<'_> {
                 performed = performing.performed() => return performed,
                 _ = ticks.tick() => {}
             }
-            if !self.writes_wait
-                && let Ok(left) = uncopied(domain, disks).await
-            {
+            if may_wait && let Ok(left) = uncopied(domain, disks).await {
                 let seen = Seen {
                     at: begun.elapsed(),
                     carried: sent.disk.load(Ordering::Relaxed),
