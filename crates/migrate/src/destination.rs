@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ use self::waiting::Waiting;
 use crate::error::MigrateError;
 use crate::leecher::{Action, Event, Leecher};
 use crate::program::transfer::Transfer;
-use crate::protocol::{Ask, Kind, MountedDisk};
+use crate::protocol::{Ask, KEEP_ALIVE, Kind, MountedDisk};
 
 /// Upper bound on moves to a site at once.
 const MAX_MOVES: usize = 64;
@@ -51,9 +51,9 @@ const ROUSE_POLL: Duration = Duration::from_millis(200);
 const ROUSE_LATER: Duration = Duration::from_secs(5);
 
 /// How often it is looked whether a machine is prepared whose memory has come.
-const PREPARED_POLL: Duration = Duration::from_millis(10);
+const PREPARED_POLL: Duration = Duration::from_millis(20);
 
-/// Attempts to copy machines that were begun in this process.
+/// Attempts to copy machines that were begun in this process, and calls that brought memory early.
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
 
 /// A future that borrows.
@@ -211,8 +211,11 @@ struct Coming {
     rest: Option<Arc<Transfer>>,
     /// The conversation that counts: the newest. What an older one still says is late.
     conversation: u64,
-    /// Which attempt to copy it this is; 0 before the first.
+    /// Which attempt to copy it this is, and which call brings its memory early; 0 before the first.
     attempt: u64,
+    early: u64,
+    /// Since when its seeder has no conversation.
+    silent: Option<Instant>,
     /// Until the move is over.
     lock: Option<MachineLock>,
 }
@@ -323,6 +326,8 @@ impl<S: Site> Moves<S> {
                 rest: Some(self.transfer(name, token, &served, true)),
                 conversation: 0,
                 attempt: 0,
+                early: 0,
+                silent: None,
                 lock: Some(lock),
             });
         }
@@ -464,6 +469,8 @@ impl<S: Site> Moves<S> {
                 rest: None,
                 conversation: 0,
                 attempt: 0,
+                early: 0,
+                silent: None,
                 lock: Some(lock),
             });
         }
@@ -499,7 +506,7 @@ impl<S: Site> Moves<S> {
         prepared.ok_or_else(none)
     }
 
-    /// The attempt to copy a machine, which is not prepared yet; its memory may come already.
+    /// The number of a call that brings the memory of a machine that is not prepared yet. It takes the place of an older one.
     ///
     /// # Errors
     /// When nothing of the kind comes from this peer.
@@ -507,29 +514,39 @@ impl<S: Site> Moves<S> {
         let none = || Refusal::new(Code::OutOfOrder, "that move is not being prepared");
         let entry = self.coming.lock().get(name).cloned();
         let entry = entry.ok_or_else(none)?;
-        let coming = entry.lock().await;
+        let mut coming = entry.lock().await;
         let own = coming
-            .as_ref()
+            .as_mut()
             .filter(|coming| coming.is_own(peer, token) && coming.attempt > 0);
-        own.map(|coming| coming.attempt).ok_or_else(none)
+        let own = own.ok_or_else(none)?;
+        own.early = next_attempt();
+        Ok(own.early)
     }
 
-    /// Waits until that attempt is prepared; `None` when it never will be.
+    /// Waits until that machine is prepared; `None` when it never will be for this call: the copy has begun anew, another call has
+    /// taken its place, or its seeder has been away for so long that its connection is dead.
     async fn until_prepared(
         &self,
         peer: &Peer,
         name: &ImageName,
         token: Token,
-        attempt: u64,
+        early: u64,
     ) -> Option<Prepared> {
         loop {
             let entry = self.coming.lock().get(name).cloned()?;
             let coming = entry.lock().await;
             let own = coming
                 .as_ref()
-                .filter(|coming| coming.is_own(peer, token) && coming.attempt == attempt);
-            if let Some(prepared) = &own?.prepared {
+                .filter(|coming| coming.is_own(peer, token) && coming.early == early);
+            let own = own?;
+            if let Some(prepared) = &own.prepared {
                 return Some(prepared.clone());
+            }
+            if own
+                .silent
+                .is_some_and(|since| since.elapsed() > KEEP_ALIVE.dead_after)
+            {
+                return None;
             }
             drop(coming);
             tokio::time::sleep(PREPARED_POLL).await;
@@ -748,6 +765,11 @@ impl<S: Site> Moves<S> {
             .directory()
             .join(format!(".{name}.memory"))
     }
+}
+
+/// A number that no other attempt or call has.
+fn next_attempt() -> u64 {
+    ATTEMPTS.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 /// Does something that must not end in between, also when nobody waits for it any more.

@@ -70,6 +70,9 @@ impl Gate {
         let pieces = remaining.saturating_sub(BUFFERED_MEMORY) / ADMITTED_MEMORY;
         let pieces = usize::try_from(pieces).unwrap_or(0);
         let admitted = self.admitted.available_permits();
+        // What has become less without being sent is not admitted any more.
+        self.admitted
+            .forget_permits(admitted.saturating_sub(pieces));
         self.admitted.add_permits(pieces.saturating_sub(admitted));
     }
 
@@ -287,6 +290,7 @@ mod tests {
     #[tokio::test]
     async fn a_gate_lets_pass_what_cannot_be_the_end() {
         let gate = Gate::new(true);
+        gate.admit(BUFFERED_MEMORY + 9 * ADMITTED_MEMORY);
         gate.admit(BUFFERED_MEMORY + ADMITTED_MEMORY - 1);
         let waits = tokio::time::timeout(Duration::from_millis(20), gate.pass());
         assert!(waits.await.is_err());

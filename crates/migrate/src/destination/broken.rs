@@ -52,6 +52,8 @@ impl<S: Site> Moves<S> {
                 rest: None,
                 conversation: 0,
                 attempt: 0,
+                early: 0,
+                silent: None,
                 lock: Some(lock),
             });
         }

@@ -2,14 +2,16 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use drover_net::service::{IncomingCall, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::machine::{MAX_DISKS, MachineRecord, Move, Other};
 
 use super::waiting::Waiting;
-use super::{ATTEMPTS, Coming, Entry, Happened, Moves, Prepared, Site, crash, failed, to_the_end};
+use super::{
+    Coming, Entry, Happened, Moves, Prepared, Site, crash, failed, next_attempt, to_the_end,
+};
 use crate::error::MigrateError;
 use crate::hold::hold;
 use crate::leecher::{Event, Leecher};
@@ -44,7 +46,24 @@ impl<S: Site> Moves<S> {
             }
         };
         call.accept::<OpenMove>(&()).await?;
-        let mut talk = Talk::new(call.reader, call.writer);
+        let talk = Talk::new(call.reader, call.writer);
+        let talked = self.talk(talk, &conversation, answer).await;
+        let mut slot = conversation.entry.lock().await;
+        if let Some(coming) = slot.as_mut()
+            && coming.conversation == conversation.number
+        {
+            coming.silent = Some(Instant::now());
+        }
+        drop(slot);
+        talked
+    }
+
+    async fn talk(
+        self: &Arc<Self>,
+        mut talk: Talk,
+        conversation: &Conversation,
+        answer: Answer,
+    ) -> Result<(), MigrateError> {
         talk.say(kind::ANSWER, &answer).await?;
         loop {
             let ask: Ask = match talk.hear(kind::ASK).await {
@@ -98,6 +117,7 @@ impl<S: Site> Moves<S> {
                     return Err(Refusal::new(Code::Denied, "that move is not yours"));
                 }
                 known.conversation += 1;
+                known.silent = None;
                 return Ok(opened(known));
             }
             if !(known.leecher.is_over() || is_own && known.leecher.may_begin()) {
@@ -165,6 +185,8 @@ impl<S: Site> Moves<S> {
             rest: None,
             conversation: 0,
             attempt: 0,
+            early: 0,
+            silent: None,
             lock: Some(lock),
         });
         coming.release_when_over();
@@ -218,7 +240,7 @@ impl<S: Site> Moves<S> {
             _ if !coming.leecher.may_begin() => Ok(()),
             Ask::Begin => {
                 events.push(Event::Copying);
-                coming.attempt = ATTEMPTS.fetch_add(1, Ordering::Relaxed) + 1;
+                (coming.attempt, coming.early) = (next_attempt(), 0);
                 let record = coming.leecher.record();
                 let discarded = self.discard(name, record, &mut coming.prepared, true).await;
                 let begun = async {

@@ -210,6 +210,19 @@ async fn memory_may_come_before_a_copy_that_has_begun_is_prepared() {
     assert!(until(1, first).await.unwrap().is_none());
     assert!(until(2, second).await.unwrap().is_none());
     assert!(until(1, second).await.is_err(), "it is waited for");
+    // The newest call counts.
+    let third = early(&moves, 1).await.unwrap();
+    assert!(until(1, second).await.unwrap().is_none());
+    let second = third;
+    // A seeder that is away is waited for as long as its connection may live.
+    for (seconds, waits) in [(1, true), (31, false)] {
+        let entry = moves.entry(&web()).unwrap();
+        let since = Instant::now().checked_sub(Duration::from_secs(seconds));
+        entry.lock().await.as_mut().unwrap().silent = since;
+        assert_eq!(until(1, second).await.is_err(), waits);
+    }
+    let (about, _) = moves.open(&peer(1), offer(1, "web.raw")).await.unwrap();
+    assert!(until(1, second).await.is_err(), "it is back");
     moves.asked(&about, Ask::Cancel).await.unwrap();
     assert!(until(1, second).await.unwrap().is_none());
     assert_eq!(early(&moves, 1).await, None, "it is decided");

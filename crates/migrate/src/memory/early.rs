@@ -7,10 +7,15 @@ use std::time::Duration;
 use drover_net::{Frame, FrameReader, NetError};
 
 use crate::error::MigrateError;
-use crate::protocol::MAX_FRAME;
+use crate::protocol::{MAX_FRAME, kind};
 
-/// Upper bound on such memory of all machines, in bytes as sent; each may exceed it by a frame. What is beyond it waits at the source.
+/// Upper bound on such memory of all machines, and of one of them, in bytes as sent; each may exceed it by a frame. What is beyond it
+/// waits at the source.
 const MAX_EARLY: u64 = 64 << 20;
+const MAX_EARLY_EACH: u64 = 32 << 20;
+
+/// What a frame takes besides its bytes: a small one keeps a buffer of the connection.
+const FRAME: u64 = 16 << 10;
 
 /// How often it is looked whether there is room again.
 const ROOM_POLL: Duration = Duration::from_millis(20);
@@ -23,26 +28,34 @@ struct Waiting(Frame);
 
 impl Waiting {
     fn new(frame: Frame) -> Self {
-        WAITING.fetch_add(frame.payload.len() as u64, Ordering::Relaxed);
+        WAITING.fetch_add(Self::takes(&frame), Ordering::Relaxed);
         Self(frame)
+    }
+
+    fn takes(frame: &Frame) -> u64 {
+        frame.payload.len() as u64 + FRAME
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        WAITING.fetch_sub(self.0.payload.len() as u64, Ordering::Relaxed);
+        WAITING.fetch_sub(Self::takes(&self.0), Ordering::Relaxed);
     }
 }
 
 /// Frames in their order.
 #[derive(Default)]
-pub struct Early(VecDeque<Waiting>);
+pub struct Early {
+    frames: VecDeque<Waiting>,
+    /// What they take.
+    bytes: u64,
+}
 
 impl Early {
     /// Takes what comes until this is ready.
     ///
     /// # Errors
-    /// When the connection ends before.
+    /// When the connection ends before, or brings something else.
     pub async fn until<T>(
         &mut self,
         reader: &mut FrameReader,
@@ -52,7 +65,7 @@ impl Early {
         tokio::pin!(ready);
         loop {
             let next = async {
-                while WAITING.load(Ordering::Relaxed) >= MAX_EARLY {
+                while WAITING.load(Ordering::Relaxed) >= MAX_EARLY || self.bytes >= MAX_EARLY_EACH {
                     tokio::time::sleep(ROOM_POLL).await;
                 }
                 reader.next().await
@@ -66,7 +79,12 @@ impl Early {
                 let peer = reader.peer_text().to_owned();
                 return Err(NetError::Truncated { peer }.into());
             };
-            self.0.push_back(Waiting::new(frame));
+            // Its end does not come before the disks.
+            if frame.kind != kind::MEMORY || frame.payload.is_empty() {
+                return Err(MigrateError::Protocol("memory"));
+            }
+            self.bytes += Waiting::takes(&frame);
+            self.frames.push_back(Waiting::new(frame));
         }
     }
 
@@ -75,7 +93,7 @@ impl Early {
     /// # Errors
     /// When the connection breaks.
     pub async fn next(&mut self, reader: &mut FrameReader) -> Result<Option<Frame>, NetError> {
-        match self.0.pop_front() {
+        match self.frames.pop_front() {
             Some(waiting) => Ok(Some(waiting.0.clone())),
             None => reader.next().await,
         }
@@ -84,49 +102,84 @@ impl Early {
 
 #[cfg(test)]
 mod tests {
-    use drover_net::Connection;
-    use tokio::sync::oneshot;
+    use drover_net::{Connection, FrameWriter};
+    use tokio::sync::{Mutex, oneshot};
 
     use super::*;
 
-    #[tokio::test]
-    async fn what_comes_early_is_bounded_and_comes_first() {
-        const FRAME: usize = 1 << 19;
-        const MORE: u64 = 16;
+    /// Tests that count what waits in this process.
+    static ALONE: Mutex<()> = Mutex::const_new(());
+
+    /// What of endless frames of this size waits when no more is taken, and that they come in their order.
+    async fn most_of(size: usize) -> u64 {
         let (here, there) = Connection::pair().unwrap();
-        let (_, mut writer) = here.split();
+        let (_reader, mut writer) = here.split();
         let (mut reader, _writer) = there.split();
         writer.set_max_frame(MAX_FRAME);
-        let frames = MAX_EARLY / FRAME as u64 + MORE;
         let writes = tokio::spawn(async move {
-            for n in 0..frames {
-                let mut payload = vec![0; FRAME];
+            for n in 0_u64.. {
+                let mut payload = vec![0; size];
                 payload[..8].copy_from_slice(&n.to_le_bytes());
-                writer.send(0x73, &payload).await.unwrap();
-                writer.flush().await.unwrap();
+                if send(&mut writer, kind::MEMORY, &payload).await.is_err() {
+                    return;
+                }
             }
-            writer
         });
         let (tell, told) = oneshot::channel();
-        let full = tokio::spawn(async move {
-            while WAITING.load(Ordering::Relaxed) < MAX_EARLY {
-                tokio::time::sleep(ROOM_POLL).await;
+        tokio::spawn(async move {
+            let mut before = None;
+            loop {
+                tokio::time::sleep(5 * ROOM_POLL).await;
+                let now = WAITING.load(Ordering::Relaxed);
+                if now > 0 && before.replace(now) == Some(now) {
+                    break;
+                }
             }
-            // Nothing more is taken.
-            tokio::time::sleep(4 * ROOM_POLL).await;
-            tell.send(WAITING.load(Ordering::Relaxed)).unwrap();
+            tell.send(()).unwrap();
         });
         let mut early = Early::default();
-        let waiting = early.until(&mut reader, told).await.unwrap().unwrap();
-        assert!(waiting < MAX_EARLY + FRAME as u64, "{waiting}");
-        full.await.unwrap();
-        for n in 0..frames {
+        early.until(&mut reader, told).await.unwrap().unwrap();
+        let waiting = WAITING.load(Ordering::Relaxed);
+        for n in 0..early.frames.len() as u64 + 2 {
             let frame = early.next(&mut reader).await.unwrap().unwrap();
             assert_eq!(frame.payload[..8], n.to_le_bytes());
         }
         assert_eq!(WAITING.load(Ordering::Relaxed), 0);
-        drop(writes.await.unwrap());
-        let ended = early.until(&mut reader, std::future::pending::<()>()).await;
-        assert!(ended.is_err());
+        writes.abort();
+        waiting
+    }
+
+    async fn send(writer: &mut FrameWriter, kind: u8, payload: &[u8]) -> Result<(), NetError> {
+        writer.send(kind, payload).await?;
+        writer.flush().await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_comes_early_is_bounded_also_in_small_frames() {
+        let _alone = ALONE.lock().await;
+        for size in [8, 1025, 1 << 19] {
+            let most = most_of(size).await;
+            let bound = MAX_EARLY_EACH + size as u64 + FRAME;
+            assert!(most >= MAX_EARLY_EACH && most < bound, "{size}: {most}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_no_memory_is_refused() {
+        let _alone = ALONE.lock().await;
+        for (of, payload) in [
+            (kind::MEMORY, ""),
+            (kind::MEMORY_END, ""),
+            (kind::WRITE, "x"),
+        ] {
+            let (here, there) = Connection::pair().unwrap();
+            let (_reader, mut writer) = here.split();
+            let (mut reader, _writer) = there.split();
+            send(&mut writer, of, payload.as_bytes()).await.unwrap();
+            let never = std::future::pending::<()>();
+            let refused = Early::default().until(&mut reader, never).await;
+            assert!(matches!(refused, Err(MigrateError::Protocol(_))), "{of}");
+            drop(writer);
+        }
     }
 }

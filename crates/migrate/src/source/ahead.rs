@@ -25,8 +25,7 @@ pub(super) async fn connect(send: &SendOptions) -> Result<Connection, MigrateErr
 /// A connection that is being made.
 pub(super) struct Ahead {
     send: SendOptions,
-    begun: Instant,
-    made: JoinHandle<Result<Connection, MigrateError>>,
+    made: JoinHandle<Result<(Connection, Instant), MigrateError>>,
 }
 
 impl Ahead {
@@ -35,8 +34,7 @@ impl Ahead {
         let (send, to) = (send.clone(), send.clone());
         Self {
             send,
-            begun: Instant::now(),
-            made: tokio::spawn(async move { connect(&to).await }),
+            made: tokio::spawn(async move { Ok((connect(&to).await?, Instant::now())) }),
         }
     }
 
@@ -45,13 +43,10 @@ impl Ahead {
     /// # Errors
     /// As of a connection that is made now.
     pub async fn made(mut self) -> Result<Connection, MigrateError> {
-        if self.begun.elapsed() < FRESH
-            && let Ok(Ok(connection)) = (&mut self.made).await
-            && self.begun.elapsed() < FRESH
-        {
-            return Ok(connection);
+        match (&mut self.made).await {
+            Ok(Ok((connection, made))) if made.elapsed() < FRESH => Ok(connection),
+            _ => connect(&self.send).await,
         }
-        connect(&self.send).await
     }
 }
 
@@ -93,9 +88,10 @@ mod tests {
         let send = send_to(&listener.local_addr().to_string(), &far);
         let taken = tokio::spawn(async move {
             let mut taken = Vec::new();
-            while taken.len() < 3 {
+            while taken.len() < 5 {
                 let pending = listener.accept().await.unwrap();
-                taken.push(pending.handshake().await.unwrap());
+                // Those that are given up meanwhile fail.
+                taken.push(pending.handshake().await);
             }
         });
         Ahead::begin(&send).made().await.unwrap();
@@ -103,10 +99,16 @@ mod tests {
         let mut failed = Ahead::begin(&send_to("127.0.0.1:1", &far));
         failed.send = send.clone();
         failed.made().await.unwrap();
-        let mut old = Ahead::begin(&send_to("127.0.0.1:1", &far));
-        old.begun = Instant::now().checked_sub(FRESH).unwrap();
-        old.send = send;
-        old.made().await.unwrap();
-        taken.await.unwrap();
+        // One that was long in the making is as good as new; one that was long made is not.
+        for (age, made_anew) in [(Duration::ZERO, false), (FRESH, true)] {
+            let mut ahead = Ahead::begin(&send);
+            ahead.made = tokio::spawn(async move {
+                let (here, _there) = Connection::pair().unwrap();
+                Ok((here, Instant::now().checked_sub(age).unwrap()))
+            });
+            let made = ahead.made().await.unwrap();
+            assert_eq!(made.peer().is_some(), made_anew);
+        }
+        taken.abort();
     }
 }

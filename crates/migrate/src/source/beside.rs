@@ -7,10 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use drover_hypervisor::Hypervisor;
-use drover_hypervisor::machine::Machine;
+use drover_hypervisor::machine::{Machine, MigrationStatus};
 use drover_hypervisor::qmp::Events;
-use drover_net::Code;
+use drover_hypervisor::{Hypervisor, HypervisorError};
 use drover_teleport::SendItem;
 use drover_teleport::progress::SendEvent;
 use tokio::sync::Notify;
@@ -18,6 +17,7 @@ use tokio::task::JoinHandle;
 
 use super::ahead::Ahead;
 use super::images::ImagesSent;
+use super::resume::resume;
 use super::{Driver, MoveEvent, OnMove};
 use crate::error::MigrateError;
 use crate::memory::{self, Gate};
@@ -40,17 +40,6 @@ pub(super) struct Sending {
     events: Events,
     carried: AbortOnDrop,
     gate: Arc<Gate>,
-    /// What admits memory to the gate meanwhile.
-    admits: Option<Admits>,
-}
-
-/// A task that ends when this is dropped.
-struct Admits(JoinHandle<()>);
-
-impl Drop for Admits {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 impl Sending {
@@ -59,14 +48,32 @@ impl Sending {
             events,
             carried,
             gate,
-            admits: None,
         }
     }
 
     /// From now on others admit memory to the gate, and open it.
     pub fn into_parts(self) -> (Events, AbortOnDrop, Arc<Gate>) {
-        drop(self.admits);
         (self.events, self.carried, self.gate)
+    }
+
+    /// Admits what cannot be the end of the memory, until something goes wrong.
+    async fn admit(&mut self, machine: &Machine) -> MigrateError {
+        loop {
+            let switch = MigrationStatus::PreSwitchover;
+            let waited = machine.wait_migration(&mut self.events, &switch, PROOF_POLL);
+            match waited.await {
+                Ok(()) => return MigrateError::TooEarly,
+                Err(HypervisorError::NotSeen { .. }) => {}
+                Err(e) => return e.into(),
+            }
+            if !self.is_open() {
+                return MigrateError::Lost;
+            }
+            match machine.migration().await {
+                Ok(info) => self.gate.admit(info.ram.map_or(0, |ram| ram.remaining)),
+                Err(e) => return e.into(),
+            }
+        }
     }
 
     /// Whether its connection has not broken, as far as is known here.
@@ -80,13 +87,14 @@ impl Sending {
 pub(super) struct Happened {
     /// A connection broke.
     cut: AtomicBool,
-    /// The other site has an old copy of one.
+    /// The other site has an old copy of the last one: all before it are there.
     skips: Notify,
 }
 
 impl Happened {
     /// Notes what `on_event` is told.
-    pub fn noted(on_event: OnMove) -> (Arc<Self>, OnMove) {
+    pub fn noted(items: &[SendItem], on_event: OnMove) -> (Arc<Self>, OnMove) {
+        let last = items.last().map(|item| item.name.to_string());
         let happened = Arc::<Self>::default();
         let noted = Arc::clone(&happened);
         let on_event = move |event: MoveEvent| {
@@ -94,7 +102,9 @@ impl Happened {
                 MoveEvent::Send(SendEvent::Reconnecting { .. }) => {
                     noted.cut.store(true, Ordering::Relaxed);
                 }
-                MoveEvent::Send(SendEvent::Skips { .. }) => noted.skips.notify_one(),
+                MoveEvent::Send(SendEvent::Skips { name }) if last.as_ref() == Some(name) => {
+                    noted.skips.notify_one();
+                }
                 _ => {}
             }
             on_event(event);
@@ -133,31 +143,44 @@ impl Driver<'_> {
             sent = &mut images => return Ok((sent?, None)),
             () = happened.skips.notified() => {}
         }
+        let over = Notify::new();
+        let images = async {
+            let sent = images.await;
+            over.notify_one();
+            sent
+        };
         let memory = async {
             let gate = Arc::new(Gate::new(true));
             let connection = Ahead::begin(&self.options.send);
-            match self.begin_memory(machine, connection, gate).await {
-                Ok(mut sending) => {
-                    sending.admits = Some(admit(machine.clone(), Arc::clone(&sending.gate)));
-                    Ok(Some(sending))
+            let mut sending = match self.begin_memory(machine, connection, gate).await {
+                Ok(sending) => sending,
+                // An earlier drover, or a link that is cut: it is tried again when it is due.
+                Err(e) => {
+                    tracing::info!("memory does not go beside images: {e}");
+                    return Ok(None);
                 }
-                // An earlier drover has its hypervisor read it at once, which it cannot yet.
-                Err(e) if e.code() == Some(Code::OutOfOrder) => Ok(None),
-                Err(e) => Err(e),
+            };
+            let failed = tokio::select! {
+                () = over.notified() => return Ok(Some(sending)),
+                failed = sending.admit(machine) => failed,
+            };
+            if matches!(failed, MigrateError::TooEarly) {
+                return Err(failed);
             }
+            give_up(machine, sending, &failed).await?;
+            Ok(None)
         };
         tokio::try_join!(images, memory)
     }
 }
 
-/// Admits what cannot be the end of the memory, until it is aborted or the hypervisor does not say.
-fn admit(machine: Machine, gate: Arc<Gate>) -> Admits {
-    Admits(tokio::spawn(async move {
-        while let Ok(info) = machine.migration().await {
-            if let Some(ram) = info.ram {
-                gate.admit(ram.remaining);
-            }
-            tokio::time::sleep(PROOF_POLL).await;
-        }
-    }))
+/// Ends memory that was begun early: it is begun again when it is due, and what was wrong with it is told then.
+pub(super) async fn give_up(
+    machine: &Machine,
+    sending: Sending,
+    why: &MigrateError,
+) -> Result<(), MigrateError> {
+    tracing::info!("memory that went beside images is begun anew: {why}");
+    drop(sending);
+    resume(machine).await
 }

@@ -16,7 +16,7 @@ use tokio::net::UnixStream;
 
 use super::ahead::Ahead;
 use super::aim::{Aim, DEFAULT_PAUSE, Seen, for_hypervisor};
-use super::beside::{AbortOnDrop, Happened, PROOF_POLL, Sending};
+use super::beside::{AbortOnDrop, Happened, PROOF_POLL, Sending, give_up};
 use super::describe::describe;
 use super::images::send_images;
 use super::left::bytes_of;
@@ -128,11 +128,11 @@ impl Driver<'_> {
         }
         let stop = self.stop.clone();
         let (reader, on_event) = reader_of(&items, self.on_event.clone());
-        let (happened, on_event) = Happened::noted(on_event);
+        let (happened, on_event) = Happened::noted(&items, on_event);
         self.memory = Arc::default();
         let beside = self.may_go_beside(&items);
         let images = send_images(items, &self.options, on_event, stop);
-        let (sent, memory) = match &beside {
+        let (sent, mut memory) = match &beside {
             Some(machine) => self.send_beside(machine, &happened, images).await?,
             None => (images.await?, None),
         };
@@ -140,17 +140,15 @@ impl Driver<'_> {
         self.report.unread_bytes = sent.unread_bytes;
         let reader = std::mem::take(&mut *reader.lock());
         let mut proof = reader.compare(sent.unread);
+        // Sending images survives cuts: then the conversation is opened again, and memory begun anew.
+        let is_open = self.asker.as_ref().is_some_and(Asker::is_open) && !happened.was_cut();
+        if let Some(machine) = &beside
+            && let Some(lost) = memory.take_if(|memory| !is_open || !memory.is_open())
+        {
+            give_up(machine, lost, &MigrateError::Lost).await?;
+        }
         if sent.unread_bytes == 0 {
             self.prove(&mut proof).await?;
-        }
-        // Sending images survives cuts: then the conversation is opened again.
-        let is_open = self.asker.as_ref().is_some_and(Asker::is_open) && !happened.was_cut();
-        if memory
-            .as_ref()
-            .is_some_and(|memory| !is_open || !memory.is_open())
-        {
-            // The copy begins anew, with what has arrived: memory does not go on.
-            return Err(MigrateError::Lost);
         }
         if !is_open {
             self.connect().await?;

@@ -37,7 +37,7 @@ pub(super) async fn restore(
 }
 
 /// Ends a migration of the hypervisor, if there is one, and lets the machine run.
-async fn resume(machine: &Machine) -> Result<(), MigrateError> {
+pub(super) async fn resume(machine: &Machine) -> Result<(), MigrateError> {
     let begun = Instant::now();
     leave_device_state(machine).await;
     let begun_to_end = Instant::now();
