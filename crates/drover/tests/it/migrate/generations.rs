@@ -2,7 +2,6 @@
 
 use std::os::unix::fs::FileExt;
 
-use super::links::Proxy;
 use super::*;
 
 /// Eight batches of a walk.
@@ -118,43 +117,4 @@ async fn an_old_copy_that_was_changed_is_compared_by_digests() {
     there.ended().await;
     goes_on(&there, &mut back).await;
     assert!(rest_at(&sites, "near") == rest());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_link_that_is_cut_while_memory_goes_beside_the_images() {
-    let test = "a_link_that_is_cut_while_memory_goes_beside_the_images";
-    let address = own_address();
-    let proxy = Proxy::to(address);
-    let options = ["--advertise", proxy.address.as_str()];
-    let Some(sites) = Sites::with(test, World::new(), address, &options) else {
-        return;
-    };
-    let mut here = sites.start_large(MEMORY).await;
-    here.wait_said("beat", 20).await;
-    for (from, to) in [("near", "far"), ("far", "near")] {
-        let mut there = sites.wait_for_large(to, MEMORY).await;
-        Moving::begin(&sites, from, to, &[]).done();
-        here.ended().await;
-        goes_on(&here, &mut there).await;
-        here = there;
-    }
-    // Something to send: a second's worth.
-    let last = here.said("beat").unwrap();
-    here.wait_said("beat", last + 250).await;
-    let mut there = sites.wait_for_large("far", MEMORY).await;
-    let mut moving = Moving::begin(
-        &sites,
-        "near",
-        "far",
-        &["--limit", "1M", "--compress", "lz4"],
-    );
-    moving.until("event", "skips");
-    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
-    proxy.cut();
-    // The QEMU there has read nothing, and memory begins anew.
-    moving.until("event", "reconnecting");
-    moving.done();
-    here.ended().await;
-    goes_on(&here, &mut there).await;
-    assert!(rest_at(&sites, "far") == rest());
 }
