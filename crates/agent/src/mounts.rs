@@ -43,6 +43,7 @@ mod snapshots;
 mod standby;
 mod start;
 mod status;
+mod stored;
 mod target;
 
 use std::time::Duration;
@@ -54,14 +55,15 @@ use crate::notice::notice;
 use control::GetStatus;
 pub use control::{HandTo, Heir, Progress, StopHow};
 pub use daemon::run_daemon;
+pub use drover_device::backend::chunk_store::StoreAddress;
 pub use end::{end, find};
 pub use holding::{Borrowed, HoldDisk, borrow, shown_at};
 pub use in_use::{is_launched, leased_on_disk, why_held};
 pub use kernel::{choose, guard, survive_write_back};
 pub use launches::{Launched, ListLaunches, launches};
 pub use leases::{
-    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, generations, held,
-    is_frozen, is_known, leases_of, leases_on_disk,
+    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, break_stored, generations,
+    held, is_frozen, is_known, leases_of, leases_on_disk, stored_lease,
 };
 pub use left::{Keeps, Left, Unnotified};
 pub use local::{is_read_by, refuse_written};

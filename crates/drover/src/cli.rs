@@ -37,7 +37,7 @@ pub use evacuate::EvacuateArgs;
 pub use flock::{FlockArgs, FlockOptions, MAX_AT_ONCE};
 pub use migrate::{Hypervisor, MigrateArgs, PostCopy};
 pub use mounts::{
-    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, MountArgs, MountsAction, MountsArgs,
+    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, Leased, MountArgs, MountsAction, MountsArgs,
     OptionArgs, UnmountArgs,
 };
 pub use moves::MoveArgs;

@@ -29,10 +29,29 @@ pub fn of_arguments(error: &clap::Error) -> ExitCode {
             let text = error.to_string();
             let parts = text.trim_end().split("\n\n");
             let parts: Vec<&str> = parts.filter(|part| !part.starts_with("Usage:")).collect();
-            out::note(&parts.join("\n\n"));
+            out::note(&without_passwords(&parts.join("\n\n")));
         }
     }
     ExitCode::from(Kind::Usage as u8)
+}
+
+/// A text without the passwords of URLs in it: what is not accepted as an argument is repeated, and may be logged.
+fn without_passwords(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("://") {
+        let end = after.find(|c: char| c.is_whitespace() || "/'\"".contains(c));
+        let (authority, after) = after.split_at(end.unwrap_or(after.len()));
+        let secret = authority.rsplit_once('@').and_then(|(user, host)| {
+            let (user, _) = user.split_once(':')?;
+            Some(format!("{user}:***@{host}"))
+        });
+        shown.push_str(before);
+        shown.push_str("://");
+        shown.push_str(secret.as_deref().unwrap_or(authority));
+        rest = after;
+    }
+    shown + rest
 }
 
 /// A refusal, or something that does not exist: exit code 3.
@@ -86,5 +105,26 @@ pub fn of_opening(error: impl Into<TeleportError>) -> anyhow::Error {
             Error::msg(format!("{line}; --opaque sends the file as it is")).into()
         }
         _ => error.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passwords_in_urls_are_not_repeated() {
+        for (text, shown) in [
+            ("no 'redis://:a@b/3' here", "no 'redis://:***@b/3' here"),
+            (
+                "redis://me:a@:b@c:7/3?x=://d:e@f",
+                "redis://me:***@c:7/3?x=://d:***@f",
+            ),
+            ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+            ("nbd://me@host/x", "nbd://me@host/x"),
+            ("", ""),
+        ] {
+            assert_eq!(without_passwords(text), shown);
+        }
     }
 }

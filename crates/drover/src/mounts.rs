@@ -17,7 +17,8 @@ use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{
-    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
+    AttachArgs, DaemonArgs, ExportArgs, LaunchArgs, Leased, MountArgs, MountsAction, MountsArgs,
+    OptionArgs,
 };
 use crate::failure::usage;
 use crate::out;
@@ -246,14 +247,19 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
     match args.action {
         Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
         Some(MountsAction::Break {
-            name,
+            what,
             yes,
             json,
             of,
-        }) => {
-            let home = home.domain(&of.domain)?;
-            leases::break_lease(&home, &name, yes, json || args.json).await
-        }
+        }) => match what {
+            Leased::Image(name) => {
+                let home = home.domain(&of.domain)?;
+                leases::break_lease(&home, &name, yes, json || args.json).await
+            }
+            Leased::Store(address) => {
+                leases::break_stored(home, address, yes, json || args.json).await
+            }
+        },
         Some(MountsAction::HandOver {
             what,
             peer,

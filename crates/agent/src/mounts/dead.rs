@@ -70,7 +70,7 @@ pub async fn end(
     record.how.record = None;
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
-        if let Some(disk) = &image.local {
+        if let Some(disk) = image.outside() {
             snapshots::let_go(home, disk, mount_id(&record, index)).await;
             // Writes to a local disk are already in it, and its lock was released when the process died.
             continue;
@@ -112,7 +112,10 @@ pub async fn end(
                         None => true,
                     };
                     there.push(Unnotified {
-                        site: image.peer.clone(),
+                        site: match &image.local {
+                            Some(store) => Some(store.to_string()),
+                            None => image.peer.clone(),
+                        },
                         domain: image.domain.clone(),
                         image: image.image.clone(),
                         keeps: match e.kind() {

@@ -1,26 +1,22 @@
 //! Opens a target as a block device: an image over the network, with or without a cache, an image of this site, or a
 //! local disk.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
+use drover_core::{BlockDevice, DeviceError, ImageName};
 use drover_device::builder::{Managed, Stack};
-use drover_device::remote::{Chunks, Link, Remote, Shape};
+use drover_device::remote::{Link, Remote};
 use drover_device::stage::{ProfileHandle, Profiled};
-use drover_device::synced::{NoWrites, Order, Pushing, Sync, SyncedOptions};
+use drover_device::synced::{NoWrites, Pushing};
 use drover_migrate::Movable;
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{MAX_SIZE, Opened};
 use drover_net::{Code, DEFAULT_DOMAIN};
-use drover_storage::HostDirectory;
 use drover_store::lease::{Access, MountId, term_text};
-use drover_store::profile::Profile;
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
@@ -28,11 +24,12 @@ use super::control::HandTo;
 use super::lease::Lease;
 use super::left::{Keeps, Unnotified};
 use super::profiling::{self, Coming};
-use super::record::{How, Place, Record, SyncMode};
+use super::record::{How, Place, Record};
 use super::site_images::OwnConnector;
 use super::snapshots::Holder;
 use super::status::DiskStatus;
-use super::target::{Prefetch, Target};
+use super::stored::{self, Stored};
+use super::target::Target;
 use super::{known, launches, local, nearby};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
@@ -40,6 +37,11 @@ use crate::machines::may_be_written;
 use crate::site;
 use crate::site::find_peer;
 use crate::text::bytes;
+
+mod cache;
+
+pub(super) use cache::open_cache;
+use cache::{begin_anew, forget_former, remembered, wanted};
 
 /// Timeout of the first connection to the other site.
 pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(10);
@@ -79,6 +81,8 @@ pub struct Disk {
 enum Kind {
     /// A local file or directory, an NBD server's export, or a snapshot, outside any site; locked until it is closed.
     Local(local::Lock),
+    /// A disk in a store, with or without a cache.
+    Stored(Stored),
     /// No cache: every request goes to the site that has the image.
     Direct(Arc<Client>),
     /// A cache in front of the other site.
@@ -91,7 +95,7 @@ enum Kind {
 /// The mode of a target, as in [`DiskStatus::mode`].
 pub fn mode(image: &Target, how: &How) -> &'static str {
     match (&image.local, &image.peer, how.direct) {
-        (Some(local), _, _) => local.mode(),
+        (Some(local), _, _) => local.mode(how.direct),
         (None, None, _) => "own",
         (None, Some(_), true) => "direct",
         (None, Some(_), false) => "managed",
@@ -136,6 +140,13 @@ impl Disk {
     ) -> Result<Disk> {
         let how = &record.how;
         let mode = mode(image, how);
+        if let Some(address) = image.store() {
+            let (address, how, name) = (address.clone(), how.clone(), record.name.clone());
+            let (mount, cache) = (mount_id(record, index), place.cache(index));
+            let open = move || stored::open(&address, &how, &name, mount, &cache, offline);
+            let (device, stored) = tokio::task::spawn_blocking(open).await??;
+            return Ok(Disk::new(image, mode, device, Kind::Stored(stored)));
+        }
         if let Some(disk) = &image.local {
             let (home, disk, how) = (home.clone(), disk.clone(), how.clone());
             let mount = Holder::new(&record.name, mount_id(record, index));
@@ -350,6 +361,7 @@ impl Disk {
         match &self.kind {
             Kind::Local(_) | Kind::Direct(_) => None,
             Kind::Managed { managed, .. } => Some(managed.push.hold_writes()),
+            Kind::Stored(stored) => stored.managed().map(|managed| managed.push.hold_writes()),
         }
     }
 
@@ -395,24 +407,25 @@ impl Disk {
             Kind::Direct(client) => fill_traffic(&mut status, client.as_ref()),
             Kind::Managed { managed, client } => {
                 fill_traffic(&mut status, client.as_ref());
-                let progress = managed.synced.progress();
-                let chunk = u64::from(client.shape().chunk);
-                status.local = (progress.local * chunk).min(status.size);
-                status.dirty = progress.dirty_bytes;
-                status.seconds_left = progress.seconds_left;
-                status.epoch = progress.epoch.count();
-                status.pushing = progress.pushing.bytes;
-                status.pushed = progress.pushing.staged;
-                status.push_failures = progress.pushing.failures;
-                status.push_error = progress.pushing.why.map(|e| e.to_string());
-                status.trouble = progress.trouble.map(|e| e.to_string());
+                fill_progress(&mut status, managed, u64::from(client.shape().chunk));
+            }
+            Kind::Stored(stored) => {
+                stored.fill(&mut status);
+                if let Some(managed) = stored.managed() {
+                    fill_progress(&mut status, managed, stored.chunk());
+                }
             }
         }
         status
     }
 
-    /// What the user should know about it when it is mounted: that its site grants a shorter lease.
+    /// What the user should know about it when it is mounted: that its site grants a shorter lease, or what its store does
+    /// not promise.
     pub fn note(&self, how: &How) -> Option<String> {
+        if let Kind::Stored(stored) = &self.kind {
+            let note = stored.note().filter(|_| !how.read_only)?;
+            return Some(format!("{}: {note}", self.target));
+        }
         let client = self.client().filter(|client| client.was_reached())?;
         let granted = client.opened().term?;
         if Some(granted) == how.lease.map(|term| term.as_secs()) {
@@ -431,13 +444,14 @@ impl Disk {
         match &self.kind {
             Kind::Local(_) | Kind::Direct(_) => 0,
             Kind::Managed { managed, .. } => managed.push.pending(),
+            Kind::Stored(stored) => stored.managed().map_or(0, |managed| managed.push.pending()),
         }
     }
 
     /// The client of the site that has the image; `None` for a local disk.
     fn client(&self) -> Option<&Client> {
         match &self.kind {
-            Kind::Local(_) => None,
+            Kind::Local(_) | Kind::Stored(_) => None,
             Kind::Direct(client) | Kind::Managed { client, .. } => Some(client),
         }
     }
@@ -447,16 +461,36 @@ impl Disk {
         match &self.kind {
             Kind::Local(_) | Kind::Direct(_) => None,
             Kind::Managed { managed, .. } => Some(managed.synced.progress().pushing),
+            Kind::Stored(stored) => stored.managed().map(|m| m.synced.progress().pushing),
         }
     }
 
     /// Bytes sent to the other site.
     pub fn sent(&self) -> u64 {
-        self.client().map_or(0, |client| client.traffic().sent)
+        match &self.kind {
+            Kind::Stored(stored) => stored.sent(),
+            _ => self.client().map_or(0, |client| client.traffic().sent),
+        }
+    }
+
+    /// Whether the other site can be reached.
+    fn link(&self) -> Option<Link> {
+        match &self.kind {
+            Kind::Stored(stored) => Some(stored.link()),
+            _ => self.client().map(Client::link),
+        }
     }
 
     /// After [`Disk::close`]: the lease that may remain, if the site could not be notified.
     pub fn unnotified(&self) -> Option<Unnotified> {
+        if let Kind::Stored(stored) = &self.kind {
+            return stored.keeps_lease().then(|| Unnotified {
+                site: Some(self.target.to_string()),
+                domain: None,
+                image: self.target.image.clone(),
+                keeps: Keeps::Write,
+            });
+        }
         let keeps = match (self.client()?.was_released(), &self.gone) {
             (true, _) => return None,
             _ if self.was_handed_over() => return None,
@@ -490,16 +524,29 @@ impl Disk {
             Kind::Local(_) => Ok(()),
             Kind::Direct(_) if self.has_moved() => Ok(()),
             Kind::Direct(_) => Ok(self.device.flush()?),
-            Kind::Managed { .. } if self.device.capabilities().read_only => Ok(()),
-            Kind::Managed { managed, client } => {
-                let pusher = managed.push.clone();
-                let (result, done) = std::sync::mpsc::channel();
-                std::thread::Builder::new()
-                    .name("push".into())
-                    .spawn(move || result.send(pusher.sync()))?;
-                self.wait_for_push(client, &done, limit, give_up)
+            Kind::Managed { .. } | Kind::Stored(_) if self.device.capabilities().read_only => {
+                Ok(())
             }
+            Kind::Managed { managed, .. } => self.push_managed(managed, limit, give_up),
+            Kind::Stored(stored) => match stored.managed() {
+                Some(managed) => self.push_managed(managed, limit, give_up),
+                None => Ok(self.device.flush()?),
+            },
         }
+    }
+
+    fn push_managed(
+        &self,
+        managed: &Managed,
+        limit: Option<Duration>,
+        give_up: &AtomicBool,
+    ) -> Result<()> {
+        let pusher = managed.push.clone();
+        let (result, done) = std::sync::mpsc::channel();
+        std::thread::Builder::new()
+            .name("push".into())
+            .spawn(move || result.send(pusher.sync()))?;
+        self.wait_for_push(&done, limit, give_up)
     }
 
     /// Whether it is a local file or directory.
@@ -523,7 +570,6 @@ impl Disk {
 
     fn wait_for_push(
         &self,
-        client: &Client,
         done: &Receiver<Result<(), DeviceError>>,
         limit: Option<Duration>,
         give_up: &AtomicBool,
@@ -542,16 +588,16 @@ impl Disk {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = (self.dirty(), self.sent());
-            let link = client.link();
+            let link = self.link();
             let sealing =
-                matches!(link, Link::Up(_)) && self.pushing().is_some_and(|p| is_staged(&p));
+                matches!(link, Some(Link::Up(_))) && self.pushing().is_some_and(|p| is_staged(&p));
             if sealing || now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
                 (seen, moved) = (now, Instant::now());
             }
             let link = match link {
-                Link::Up(_) => String::new(),
-                Link::Down(why) => format!("; {why}"),
-                Link::Gone(error) => format!("; {error}"),
+                None | Some(Link::Up(_)) => String::new(),
+                Some(Link::Down(why)) => format!("; {why}"),
+                Some(Link::Gone(error)) => format!("; {error}"),
             };
             if give_up.load(Ordering::Acquire) {
                 bail!("another unmount has overtaken this one");
@@ -577,6 +623,7 @@ impl Disk {
             return match &self.kind {
                 Kind::Local(_) | Kind::Direct(_) => Ok(()),
                 Kind::Managed { managed, .. } => Ok(managed.synced.close(false)?),
+                Kind::Stored(stored) => stored.close(false),
             };
         }
         let gone = |client: &Client| matches!(client.link(), Link::Gone(_));
@@ -587,6 +634,7 @@ impl Disk {
             Kind::Local(lock) => lock.release(),
             Kind::Direct(client) => close_client(client),
             Kind::Managed { managed, .. } => managed.synced.close(false)?,
+            Kind::Stored(stored) => stored.close(false)?,
         }
         Ok(())
     }
@@ -596,8 +644,14 @@ impl Disk {
         if let Err(e) = self.close() {
             tracing::warn!("{}: {e:#}", self.target);
         }
-        if let Kind::Managed { client, .. } = &self.kind {
-            close_client(client);
+        match &self.kind {
+            Kind::Managed { client, .. } => close_client(client),
+            Kind::Stored(stored) => {
+                if let Err(e) = stored.close(true) {
+                    tracing::warn!("{}: {e:#}", self.target);
+                }
+            }
+            Kind::Local(_) | Kind::Direct(_) => {}
         }
     }
 }
@@ -605,53 +659,6 @@ impl Disk {
 /// Whether the other site has staged all data of the push in progress and only has to commit it.
 fn is_staged(pushing: &Pushing) -> bool {
     pushing.bytes > 0 && pushing.staged == pushing.bytes
-}
-
-/// The site's metadata of the image from an earlier mount; `None` when there was none.
-fn remembered(place: &Place, index: usize) -> Result<Option<Opened>> {
-    let known = known::read(&place.known(index));
-    if let Err(e) = &known {
-        tracing::warn!("{e:#}");
-    }
-    known
-}
-
-/// Removes a cache of an unknown image: earlier versions did not record the image in the cache, and `known` does not
-/// have it either. Refused when the cache has dirty data.
-fn forget_former(place: &Place, index: usize, dirty: u64, why: Option<&Error>) -> Result<()> {
-    let cache = place.cache(index);
-    if dirty > 0 {
-        let why = why.map(|e| format!(" ({e:#})")).unwrap_or_default();
-        bail!(
-            "{} was written by an earlier version of drover and has {} of unpushed data of an unknown image{why}; push it with that version, or discard it with `drover unmount {} --discard`",
-            cache.display(),
-            bytes(dirty),
-            place.name()
-        );
-    }
-    tracing::info!(
-        "{}: the cache was written by an earlier version and is replaced by an empty one",
-        place.name()
-    );
-    place.remove_cache(index)
-}
-
-/// Removes a cache of another image or with another chunk size. Refused when it has dirty data.
-fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
-    let cache = place.cache(index);
-    if dirty > 0 {
-        bail!(
-            "the image was replaced at the other site, or the chunk size has changed: {} of unpushed data in {} belong to the old image; `drover unmount {} --discard` discards them",
-            bytes(dirty),
-            cache.display(),
-            place.name()
-        );
-    }
-    tracing::info!(
-        "{}: the cache is of another image or chunk size and is replaced by an empty one",
-        place.name()
-    );
-    place.remove_cache(index)
 }
 
 /// The error for an image that cannot be opened, with the way out.
@@ -671,68 +678,6 @@ pub(super) fn unopened(error: MountError, image: &Target) -> Error {
     }
 }
 
-/// Opens the cache of an image and starts prefetching.
-pub(super) fn open_cache(
-    client: &Arc<Client>,
-    how: &How,
-    profile: Option<&Profile>,
-    cache: &Path,
-    identity: Vec<u8>,
-    was_of: Option<Digest>,
-) -> Result<(Arc<dyn BlockDevice>, Managed)> {
-    let shape = client.shape();
-    let prefetch = match &how.prefetch {
-        Prefetch::None => Order::None,
-        Prefetch::Sequential => Order::Sequential,
-        Prefetch::Profile => match profile {
-            Some(profile) => profiling::order(profile, shape),
-            None => Order::Sequential,
-        },
-        Prefetch::File(path) => profiling::order(&profiling::read(path)?, shape),
-    };
-    let directory = HostDirectory::open_or_create(cache)
-        .with_context(|| format!("cannot open {}", cache.display()))?;
-    let remote = Arc::clone(client) as Arc<dyn Remote>;
-    let mut options = SyncedOptions::new(Arc::new(directory), remote, &identity);
-    options.sync = match how.sync {
-        SyncMode::Local => Sync::Local,
-        SyncMode::Remote => Sync::Remote,
-    };
-    options.image = client.identity().digest;
-    options.former = was_of;
-    options.cache_size = how.cache_size;
-    options.prefetch = prefetch;
-    options.push_interval = how.push_interval;
-    options.give_up_after = how.give_up_after;
-    let stack = Stack::managed(options).build()?;
-    let managed = stack.managed.context("a managed device has no handles")?;
-    Ok((stack.device, managed))
-}
-
-/// The chunks that a mount with an empty cache needs first: requested together with the open, before the size of the
-/// image is known.
-fn wanted(how: &How) -> Vec<u64> {
-    let any = Shape {
-        size: MAX_SIZE,
-        chunk: how.chunk,
-    };
-    let first = match &how.prefetch {
-        // Only what readers request is fetched, and that is not known yet.
-        Prefetch::None => Vec::new(),
-        Prefetch::Sequential | Prefetch::Profile => vec![Chunks { first: 0, count: 8 }],
-        // Errors are reported when the cache is opened.
-        Prefetch::File(path) => match profiling::read(path).map(|p| profiling::order(&p, any)) {
-            Ok(Order::List(runs)) => runs,
-            _ => Vec::new(),
-        },
-    };
-    let chunks = first.iter().flat_map(|run| run.first..run.end());
-    chunks.take(MAX_WANTED).collect()
-}
-
-/// Upper bound on the chunks requested with an open; see [`client::Options::wanted`].
-const MAX_WANTED: usize = 8;
-
 /// Lets first reads of a device be recorded, above all else.
 fn profiled(device: Arc<dyn BlockDevice>) -> (Arc<dyn BlockDevice>, ProfileHandle) {
     let (stage, handle) = Profiled::new(device);
@@ -745,6 +690,19 @@ pub(super) fn mount_id(record: &Record, index: usize) -> MountId {
     // Each image needs its own identifier, but not its own secret.
     id[15] ^= u8::try_from(index).unwrap_or(u8::MAX);
     MountId(id)
+}
+
+fn fill_progress(status: &mut DiskStatus, managed: &Managed, chunk: u64) {
+    let progress = managed.synced.progress();
+    status.local = (progress.local * chunk).min(status.size);
+    status.dirty = progress.dirty_bytes;
+    status.seconds_left = progress.seconds_left;
+    status.epoch = progress.epoch.count();
+    status.pushing = progress.pushing.bytes;
+    status.pushed = progress.pushing.staged;
+    status.push_failures = progress.pushing.failures;
+    status.push_error = progress.pushing.why.map(|e| e.to_string());
+    status.trouble = progress.trouble.map(|e| e.to_string());
 }
 
 fn fill_traffic(status: &mut DiskStatus, remote: &dyn Remote) {

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 
 use drover_core::{Digest, ImageName};
+use drover_device::backend::chunk_store::{self, OpenError, StoreAddress};
 use drover_mount::server::{Server, WhyBroken, generations_on_disk, lease_on_disk};
 use drover_net::request;
 use drover_store::generations::About;
-use drover_store::lease::Holder;
+use drover_store::lease::{Holder, MountId};
 use drover_store::machine::MachineRecord;
 use drover_store::{Catalog, changes};
 use serde::{Deserialize, Serialize};
 
+use super::record::Place;
+use super::target::Target;
 use crate::error::{Error, Result};
 use crate::home::Home;
 use crate::machines::forget_move;
@@ -59,6 +62,24 @@ pub struct Broken {
     pub damaged: bool,
     /// The image was frozen and was thawed, or its generations were damaged and were removed.
     pub thawed: bool,
+}
+
+impl Broken {
+    /// Of a disk in a store.
+    pub fn of(disk: &str, holder: Option<chunk_store::Holder>) -> Broken {
+        Broken {
+            image: disk.to_owned(),
+            writer: holder.map(|holder| Writer {
+                peer: String::new(),
+                mount: MountId(holder.token).to_string(),
+                note: holder.text,
+                since_unix: holder.since_unix,
+                term_seconds: None,
+            }),
+            damaged: false,
+            thawed: false,
+        }
+    }
 }
 
 impl From<Holder> for Writer {
@@ -213,6 +234,42 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
         WhyBroken::ByUser,
     )
     .await
+}
+
+/// Who holds the write lease of a disk in a store.
+///
+/// # Errors
+/// When a mount of this home that runs has it, there is no such disk, or the store does not respond.
+pub fn stored_lease(home: &Home, address: &StoreAddress) -> Result<Option<String>> {
+    for (place, record) in Place::list(home)? {
+        let is_it = |image: &Target| image.store() == Some(address);
+        if record.images.iter().any(is_it) && !record.how.read_only && place.is_kept() {
+            return Err(Error::refused(format!(
+                "{address} is mounted here; `drover unmount {}` ends that",
+                record.name
+            )));
+        }
+    }
+    let store = address.store()?;
+    let holder = chunk_store::holder(&*store).map_err(refused)?;
+    Ok(holder.map(|holder| holder.text))
+}
+
+/// Revokes the write lease of a disk in a store.
+///
+/// # Errors
+/// When there is no such disk, or the store does not respond.
+pub fn break_stored(address: &StoreAddress) -> Result<Broken> {
+    let store = address.store()?;
+    let holder = chunk_store::break_lease(&*store).map_err(refused)?;
+    Ok(Broken::of(&address.to_string(), holder))
+}
+
+fn refused(error: OpenError) -> Error {
+    match error {
+        OpenError::Store(error) => error.into(),
+        error => Error::refused(error.to_string()),
+    }
 }
 
 /// Whether there is an image of that name, or a lease that remains of a removed one.

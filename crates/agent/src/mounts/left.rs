@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use drover_device::backend::chunk_store::StoreAddress;
 use serde::{Deserialize, Serialize};
 
 use crate::text::clean;
@@ -36,7 +37,7 @@ impl Left {
 /// A site that could not be notified of the unmount, where the mount may still hold a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unnotified {
-    /// The peer's name; none for this site.
+    /// The peer's name; the URL of a disk in a store; none for this site.
     pub site: Option<String>,
     /// The domain of an image of this site; none for the default one.
     pub domain: Option<String>,
@@ -65,6 +66,12 @@ impl fmt::Display for Unnotified {
         let option = self.domain.as_deref();
         let option =
             option.map_or_else(String::new, |domain| format!(" --domain {}", clean(domain)));
+        if StoreAddress::is_one(&site) {
+            return write!(
+                f,
+                "could not tell the store that this mount has ended: it may still hold the write lease of {site}; `drover mounts break '{site}'` ends it"
+            );
+        }
         match self.keeps {
             Keeps::Write => write!(
                 f,

@@ -228,6 +228,7 @@ pub fn open(
             };
             (stack, Lock::Server(device))
         }
+        LocalDisk::Store(address) => bail!("{address} is opened by its own module; this is a bug"),
         LocalDisk::Snapshot {
             vault,
             id,

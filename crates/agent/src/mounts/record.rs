@@ -26,8 +26,11 @@ use crate::home::{Home, make_dir};
 /// How long another process may hold the lock of a mount just to check it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
-/// The version of `record.json` with snapshots of vaults.
-const VERSION: u32 = 4;
+/// The version of `record.json` with disks in stores.
+const VERSION: u32 = 5;
+
+/// The version with snapshots of vaults, but no disks in stores.
+const SNAPSHOT_VERSION: u32 = 4;
 
 /// The version with images of a domain other than the default one, or exports of NBD servers, but no snapshots.
 const DOMAIN_VERSION: u32 = 3;
@@ -485,7 +488,8 @@ impl Record {
             version: images
                 .iter()
                 .map(|image| match (&image.domain, &image.local) {
-                    (_, Some(LocalDisk::Snapshot { .. })) => VERSION,
+                    (_, Some(LocalDisk::Store(_))) => VERSION,
+                    (_, Some(LocalDisk::Snapshot { .. })) => SNAPSHOT_VERSION,
                     (Some(_), _) | (_, Some(LocalDisk::Nbd(_))) => DOMAIN_VERSION,
                     (None, Some(LocalDisk::File(_) | LocalDisk::Dir(_))) => LOCAL_VERSION,
                     (None, None) => IMAGES_VERSION,

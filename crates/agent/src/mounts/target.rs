@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use drover_core::ImageName;
+use drover_device::backend::chunk_store::StoreAddress;
 use drover_device::backend::nbd::{NbdAddress, NbdSocket};
 use drover_vault::{Location, Reference, SnapshotId};
 use serde::{Deserialize, Serialize};
 
 /// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), a local disk outside any site
-/// (`file:PATH`, `dir:PATH`), an export of an NBD server (`nbd://...`, `nbd+unix://...`), or a snapshot in a vault
-/// (`NAME@TIME`, which is parsed as an image of this site).
+/// (`file:PATH`, `dir:PATH`), an export of an NBD server (`nbd://...`, `nbd+unix://...`), a disk in a store
+/// (`s3://...`, `redis://...`), or a snapshot in a vault (`NAME@TIME`, which is parsed as an image of this site).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; `None` for this site.
@@ -33,9 +34,24 @@ impl Target {
     pub fn is_own(&self) -> bool {
         self.peer.is_none() && self.local.is_none()
     }
+
+    /// The disk, if it is neither an image of a site nor a disk in a store: it is never ahead of what it is in.
+    pub fn outside(&self) -> Option<&LocalDisk> {
+        let is_stored = |disk: &&LocalDisk| matches!(disk, LocalDisk::Store(_));
+        self.local.as_ref().filter(|disk| !is_stored(disk))
+    }
+
+    /// The store with the disk, if it is in one.
+    pub fn store(&self) -> Option<&StoreAddress> {
+        match &self.local {
+            Some(LocalDisk::Store(address)) => Some(address),
+            _ => None,
+        }
+    }
 }
 
-/// A local disk, served directly: without a cache or a lease. Paths are absolute.
+/// A disk outside any site. But for stores and snapshots, it is served directly: without a cache or a lease. Paths are
+/// absolute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LocalDisk {
@@ -45,6 +61,8 @@ pub enum LocalDisk {
     Dir(PathBuf),
     /// An export of an NBD server.
     Nbd(NbdAddress),
+    /// A disk in a store.
+    Store(StoreAddress),
     /// A snapshot; what is written is kept beside this site's images.
     Snapshot {
         /// The vault.
@@ -62,21 +80,27 @@ impl LocalDisk {
     pub fn path(&self) -> Option<&Path> {
         match self {
             LocalDisk::File(path) | LocalDisk::Dir(path) => Some(path),
-            LocalDisk::Nbd(_) | LocalDisk::Snapshot { .. } => None,
+            LocalDisk::Nbd(_) | LocalDisk::Store(_) | LocalDisk::Snapshot { .. } => None,
         }
     }
 
     /// Whether a cache stands before it, unless the mount is direct: each of its reads takes long.
     pub fn is_cached(&self) -> bool {
-        matches!(self, LocalDisk::Snapshot { vault, .. } if vault.is_remote())
+        match self {
+            LocalDisk::Snapshot { vault, .. } => vault.is_remote(),
+            LocalDisk::Store(_) => true,
+            LocalDisk::File(_) | LocalDisk::Dir(_) | LocalDisk::Nbd(_) => false,
+        }
     }
 
-    /// Its mode in the status of a mount.
-    pub fn mode(&self) -> &'static str {
+    /// Its mode in the status of a mount, which is direct or not.
+    pub fn mode(&self, direct: bool) -> &'static str {
         match self {
             LocalDisk::File(_) => "file",
             LocalDisk::Dir(_) => "directory",
             LocalDisk::Nbd(_) => "nbd",
+            LocalDisk::Store(_) if direct => "direct",
+            LocalDisk::Store(_) => "managed",
             LocalDisk::Snapshot { .. } => "snapshot",
         }
     }
@@ -88,6 +112,7 @@ impl fmt::Display for LocalDisk {
             LocalDisk::File(path) => write!(f, "file:{}", path.display()),
             LocalDisk::Dir(path) => write!(f, "dir:{}", path.display()),
             LocalDisk::Nbd(address) => address.fmt(f),
+            LocalDisk::Store(address) => address.fmt(f),
             LocalDisk::Snapshot { id, .. } => id.fmt(f),
         }
     }
@@ -100,6 +125,7 @@ impl FromStr for Target {
         let (peer, image) = match text.split_once(':') {
             Some(("file", path)) => return local(LocalDisk::File, path),
             Some(("dir", path)) => return local(LocalDisk::Dir, path),
+            Some(_) if StoreAddress::is_one(text) => return stored(text),
             Some((_, rest)) if rest.starts_with("//") => return nbd(text),
             // A time has colons, but no name of a peer an `@`.
             Some((before, _)) if before.contains('@') && Reference::parse(text).is_some() => {
@@ -113,7 +139,7 @@ impl FromStr for Target {
         };
         ImageName::new(image).map_err(|e| {
             format!(
-                "{e}; expected PEER:IMAGE, IMAGE, NAME@TIME, file:PATH, dir:PATH or nbd://HOST/EXPORT"
+                "{e}; expected PEER:IMAGE, IMAGE, NAME@TIME, file:PATH, dir:PATH, nbd://HOST/EXPORT, s3://BUCKET/DISK or redis://HOST/DATABASE?prefix=DISK"
             )
         })?;
         Ok(Target {
@@ -134,6 +160,17 @@ fn local(kind: fn(PathBuf) -> LocalDisk, path: &str) -> Result<Target, String> {
         peer: None,
         image: name.to_owned(),
         local: Some(kind(path)),
+        domain: None,
+    })
+}
+
+/// A target in a store.
+fn stored(text: &str) -> Result<Target, String> {
+    let address: StoreAddress = text.parse().map_err(|e| format!("{e}"))?;
+    Ok(Target {
+        peer: None,
+        image: address.name().to_owned(),
+        local: Some(LocalDisk::Store(address)),
         domain: None,
     })
 }
@@ -353,6 +390,28 @@ mod tests {
         }
         // A peer may be called nbd.
         assert!("nbd:web.raw".parse::<Target>().unwrap().local.is_none());
+    }
+
+    #[test]
+    fn disks_in_stores_are_targets() {
+        for (text, image, shown) in [
+            ("s3://bucket/a/disk", "disk", "s3://bucket/a/disk"),
+            (
+                "redis://lyon/3?prefix=vm1",
+                "vm1",
+                "redis://lyon:6379/3?prefix=vm1",
+            ),
+        ] {
+            let target: Target = text.parse().unwrap();
+            assert_eq!((target.image.as_str(), &target.peer), (image, &None));
+            assert_eq!(target.to_string(), shown);
+            let json = serde_json::to_string(&target).unwrap();
+            assert_eq!(serde_json::from_str::<Target>(&json).unwrap(), target);
+        }
+        let error = "redis://:hunter2@lyon/3".parse::<Target>().unwrap_err();
+        assert!(!error.contains("hunter2"), "{error}");
+        // A peer may be called s3.
+        assert!("s3:web.raw".parse::<Target>().unwrap().local.is_none());
     }
 
     #[test]

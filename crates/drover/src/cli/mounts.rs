@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use drover_agent::error::{Error, Result};
-use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, Target};
+use drover_agent::mounts::{self, Driver, Listen, LocalDisk, Prefetch, StoreAddress, Target};
 use drover_agent::text;
 use drover_core::ImageName;
 use drover_store::domain;
@@ -34,6 +34,8 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits for lyon's disk
   drover mount web.qcow2 /mnt/web --domain acme        an image of this site
   drover mount nbd://storage/sda /mnt/sda              an export of any NBD server
+  drover mount s3://bucket/disk /mnt/disk --size 100G  a disk in an object store, made if it is not there
+  drover mount 'redis://host/3?prefix=vm1' /mnt/vm1    a disk in Redis or Valkey
   drover mount web@2026-11-20 /mnt/old --read-only     a snapshot (see `drover snapshots`)
   drover mount lyon:web.qcow2 /mnt/web --wait-local 20%           returns when a fifth of it is here
   drover mount lyon:db.raw /mnt/db --standby           waits until another mount of it hands over
@@ -43,7 +45,8 @@ Examples:
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct MountArgs {
     /// Disk to mount: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
-    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
+    /// redis://HOST/DATABASE?prefix=DISK in Redis
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
@@ -75,13 +78,15 @@ Examples:
   drover export web@latest --nbd unix:/run/old.sock    a snapshot, writable over it
   drover export file:/srv/disk.raw --nbd unix:/run/disk.sock
   drover export dir:/srv/disk --size 20G --nbd unix:/run/disk.sock
+  drover export s3://bucket/disk --size 100G --nbd unix:/run/disk.sock
   drover export lyon:web.qcow2 --nbd 0.0.0.0:10809 --tls-certificates /etc/pki/nbd
   drover export lyon:web.qcow2 --nbd 127.0.0.1:10809 --allow-local-users
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct ExportArgs {
     /// Disks to export: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
-    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
+    /// redis://HOST/DATABASE?prefix=DISK in Redis
     #[arg(required = true, value_name = "DISK")]
     pub images: Vec<Target>,
     /// Address to listen on: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
@@ -201,12 +206,14 @@ Examples:
   drover attach lyon:web.qcow2                         prints /dev/ublkb0 or /dev/nbd0
   drover attach lyon:web.qcow2 --as nbd
   drover attach lyon:web.qcow2 --device /dev/nbd3
+  drover attach s3://bucket/disk --size 100G           a disk in an object store
   drover unmount /dev/nbd3
 
 Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000.")]
 pub struct AttachArgs {
     /// Disk to attach: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
-    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
+    /// redis://HOST/DATABASE?prefix=DISK in Redis
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// Kernel driver to use
@@ -297,7 +304,7 @@ pub struct OptionArgs {
     /// the lease, and data that was not pushed can no longer be pushed [default: for ever; the other site may have a limit]
     #[arg(long, value_name = "DURATION", value_parser = text::parse_term, conflicts_with = "read_only")]
     pub lease: Option<Duration>,
-    /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
+    /// Create the disk with this size if it does not exist: dir:PATH in files of --chunk bytes, or a disk in a store
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
     #[command(flatten)]
@@ -386,7 +393,7 @@ impl OptionArgs {
         let Some(disk) = &image.local else {
             return match self {
                 Self { size: Some(_), .. } => Err(format!(
-                    "--size cannot be used with the image {image}: only a dir:PATH target is created"
+                    "--size cannot be used with the image {image}: only a dir:PATH target or a disk in a store is created"
                 )),
                 Self { direct: true, .. } if image.peer.is_none() => Err(format!(
                     "--direct cannot be used with a local image ({image})"
@@ -398,6 +405,9 @@ impl OptionArgs {
             return Err(format!(
                 "--profile cannot be used with {disk}, which is no image: --record writes its profile to a file"
             ));
+        }
+        if let LocalDisk::Store(_) = disk {
+            return self.check_stored(disk);
         }
         let is_cached = disk.is_cached();
         let given = [
@@ -438,13 +448,38 @@ impl OptionArgs {
                     "--chunk cannot be used with {disk}, which has no chunks"
                 ))
             }
-            (LocalDisk::Dir(_), _, Some(size)) if size == 0 || size % SECTOR != 0 => Err(format!(
-                "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
+            (LocalDisk::Dir(_), _, Some(size)) => self.check_new(disk, size),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the options for a disk in a store, which has a cache and a lease as images of other sites have.
+    fn check_stored(&self, disk: &LocalDisk) -> Result<(), String> {
+        let given = [
+            (self.window.is_some(), "--window"),
+            (self.lease.is_some(), "--lease"),
+        ];
+        match (given.iter().find(|(given, _)| *given), self.size) {
+            (Some((_, option)), _) => Err(format!(
+                "{option} cannot be used with {disk}: it is for images of other sites"
             )),
-            (LocalDisk::Dir(_), _, Some(_)) if self.read_only => Err(format!(
+            (None, Some(size)) => self.check_new(disk, size),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Checks the size of a disk that may be made.
+    fn check_new(&self, disk: &LocalDisk, size: u64) -> Result<(), String> {
+        if size == 0 || !size.is_multiple_of(SECTOR) {
+            return Err(format!(
+                "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
+            ));
+        }
+        match self.read_only {
+            true => Err(format!(
                 "--size cannot be used with --read-only: it creates {disk}"
             )),
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 }
@@ -577,11 +612,13 @@ Examples:
         #[arg(long)]
         json: bool,
     },
-    /// Revoke the write lease of an image of this site, or thaw it; data that its holder has not pushed is lost
+    /// Revoke the write lease of an image of this site, or thaw it, or that of a disk in a store; data that its holder has
+    /// not pushed is lost
     #[command(after_help = "\
 Examples:
   drover mounts leases                     who holds it, and whether it is connected
   drover mounts break web.qcow2
+  drover mounts break s3://bucket/disk     of a mount that is gone for good, on whichever host
   drover mounts break web.qcow2 --yes      in a script
   drover mounts break web.qcow2 --domain acme
 
@@ -589,9 +626,9 @@ An image is frozen when its machine has moved to another site, or when its file 
 marked as the copy of a disk (drover index --mark). Thaw the first only if the other
 copy is lost: else there can be two of the machine.")]
     Break {
-        /// Name of the image
-        #[arg(value_name = "IMAGE", value_parser = image_name)]
-        name: ImageName,
+        /// Name of the image, or URL of the disk
+        #[arg(value_name = "IMAGE|URL", value_parser = leased)]
+        what: Leased,
         /// Do not ask for confirmation
         #[arg(short, long)]
         yes: bool,
@@ -601,6 +638,22 @@ copy is lost: else there can be two of the machine.")]
         #[command(flatten)]
         of: DomainArg,
     },
+}
+
+/// What has a write lease.
+#[derive(Debug, Clone)]
+pub enum Leased {
+    /// An image of this site.
+    Image(ImageName),
+    /// A disk in a store.
+    Store(StoreAddress),
+}
+
+fn leased(text: &str) -> Result<Leased, String> {
+    match StoreAddress::is_one(text) {
+        true => text.parse().map(Leased::Store).map_err(|e| format!("{e}")),
+        false => image_name(text).map(Leased::Image),
+    }
 }
 
 /// An absolute path: the mount daemon runs in another directory.

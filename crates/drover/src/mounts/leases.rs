@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use drover_agent::home::{CleanUp, Home};
-use drover_agent::mounts;
+use drover_agent::mounts::{self, StoreAddress};
 use drover_agent::text::{clean, moment};
 use drover_core::ImageName;
 use drover_store::lease::term_text;
@@ -113,4 +113,42 @@ pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -
         ));
     }
     Ok(())
+}
+
+/// Revokes the write lease of a disk in a store.
+///
+/// # Errors
+/// When there is no such disk, a mount of this home has it, or the store does not respond.
+pub async fn break_stored(home: &Home, address: StoreAddress, yes: bool, json: bool) -> Result<()> {
+    let (home, of) = (home.clone(), address.clone());
+    let held = tokio::task::spawn_blocking(move || mounts::stored_lease(&home, &of)).await??;
+    let Some(writer) = held else {
+        let broken = mounts::Broken::of(&address.to_string(), None);
+        return match json {
+            true => out::json(&broken),
+            false => {
+                out::note(&format!("drover: nobody held the write lease of {address}"));
+                Ok(())
+            }
+        };
+    };
+    prompt::confirm(
+        &format!(
+            "Revoke the write lease of {address}, held by {}? Data that it has not pushed can no longer be pushed",
+            clean(&writer)
+        ),
+        yes,
+    )?;
+    let of = address.clone();
+    let broken = tokio::task::spawn_blocking(move || mounts::break_stored(&of)).await??;
+    match (json, broken) {
+        (true, broken) => out::json(&broken),
+        (false, _) => {
+            out::note(&format!(
+                "drover: revoked the write lease of {address}, held by {}",
+                clean(&writer)
+            ));
+            Ok(())
+        }
+    }
 }

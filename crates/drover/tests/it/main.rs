@@ -23,6 +23,7 @@ mod profile;
 mod send;
 mod serve;
 mod space;
+mod stores;
 mod transfers;
 mod upgrade;
 mod vault;

@@ -1,0 +1,320 @@
+//! Disks in object stores and Redis, through the program: real servers, crashes, two writers, stores that forget.
+
+use std::path::PathBuf;
+
+use drover_device::testing::RedisProcess;
+use drover_vault::testing::S3Server;
+use serde_json::Value;
+
+use crate::mount::client::Client;
+use crate::mount::{can_mount, clear_all};
+use crate::world::{Ran, World, signal, until};
+
+/// Homes and what their programs find in the environment.
+struct Setting {
+    world: World,
+    variables: Vec<(&'static str, String)>,
+}
+
+impl Setting {
+    /// With an S3 server.
+    fn s3() -> Option<(Setting, S3Server)> {
+        let world = World::new();
+        let server = S3Server::start(&world.path("store"))?;
+        let variables = vec![
+            (
+                "AWS_ENDPOINT_URL",
+                format!("http://127.0.0.1:{}", server.port()),
+            ),
+            ("AWS_ALLOW_HTTP", "true".into()),
+            ("AWS_ACCESS_KEY_ID", "test".into()),
+            ("AWS_SECRET_ACCESS_KEY", "testsecret".into()),
+            ("AWS_REGION", "us-east-1".into()),
+        ];
+        Some((Setting { world, variables }.begun(), server))
+    }
+
+    fn begun(self) -> Setting {
+        for home in ["a", "b"] {
+            self.run(home, &["init"]).ok();
+        }
+        self
+    }
+
+    /// With a Redis server, and the URL of a disk in it.
+    fn redis(options: &[&str]) -> Option<(Setting, RedisProcess, String)> {
+        let world = World::new();
+        let server = RedisProcess::start(&world.path("store"), options)?;
+        let url = format!("redis://127.0.0.1:{}/3?prefix=vm1", server.port());
+        let variables = Vec::new();
+        Some((Setting { world, variables }.begun(), server, url))
+    }
+
+    fn run(&self, home: &str, args: &[&str]) -> Ran {
+        let mut command = self.world.drover(home, args);
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        Ran::of(home, args, command.output().unwrap())
+    }
+
+    fn socket(&self, home: &str) -> PathBuf {
+        self.world.path(&format!("{home}.socket"))
+    }
+
+    /// Exports a disk in the background.
+    fn export(&self, home: &str, disk: &str, options: &[&str]) -> Ran {
+        let listen = format!("unix:{}", self.socket(home).display());
+        let mut args = vec!["export", disk, "--nbd", &listen, "--background"];
+        args.extend(options);
+        self.run(home, &args)
+    }
+
+    fn client(&self, home: &str) -> Client {
+        Client::connect(&self.socket(home), "")
+    }
+
+    fn unmount(&self, home: &str, options: &[&str]) -> Ran {
+        let socket = self.socket(home).display().to_string();
+        self.run(home, &[&["unmount", socket.as_str()], options].concat())
+    }
+
+    fn only(&self, home: &str) -> Value {
+        let mounts = self.run(home, &["mounts", "--json"]).ok().json();
+        assert_eq!(mounts.len(), 1, "{mounts:?}");
+        mounts[0].clone()
+    }
+
+    fn kill_daemon(&self, home: &str) {
+        let process = self.only(home)["process"].as_u64().unwrap();
+        signal(u32::try_from(process).unwrap(), "KILL");
+        until("the mount is dead", || self.only(home)["state"] == "dead");
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        for home in ["a", "b"] {
+            clear_all(&self.world.path(home).join("mounts"));
+        }
+    }
+}
+
+const DISK: &str = "s3://vaults/team/disk";
+
+#[test]
+fn a_disk_in_an_object_store_has_a_cache_and_outlives_a_kill() {
+    let Some((s, _server)) = Setting::s3() else {
+        return;
+    };
+    s.export("a", DISK, &[]).fails(
+        3,
+        &[
+            "there is no disk at s3://vaults/team/disk",
+            "--size SIZE makes one",
+        ],
+    );
+    s.export("a", "s3://none/disk", &["--size", "8M"])
+        .fails(1, &["s3://none/disk"]);
+    s.export("a", DISK, &["--size", "100"])
+        .fails(2, &["multiple of 512"]);
+    s.export("a", DISK, &["--size", "8M", "--window", "1M"])
+        .fails(2, &["--window"]);
+    s.export("a", DISK, &["--size", "8M"]).ok();
+    let shown = s.only("a");
+    let disk = &shown["disks"][0];
+    assert_eq!(
+        (&disk["image"], &disk["mode"], &disk["size"]),
+        (&DISK.into(), &"managed".into(), &(8u64 << 20).into())
+    );
+    let mut bytes = vec![0; 8 << 20];
+    fastrand::Rng::with_seed(3).fill(&mut bytes[..3 << 20]);
+    let mut client = s.client("a");
+    client.write(0, &bytes[..3 << 20]).unwrap();
+    client.write(5_000_123, &[9; 777]).unwrap();
+    bytes[5_000_123..][..777].fill(9);
+    client.flush().unwrap();
+    // Two writers.
+    s.export("b", DISK, &[]).fails(
+        3,
+        &["is in use", "drover mounts break 's3://vaults/team/disk'"],
+    );
+    s.run("a", &["mounts", "break", DISK, "--yes"])
+        .fails(3, &["is mounted here"]);
+    // In the middle of what is not flushed.
+    client.write(4 << 20, &[1; 100_000]).unwrap();
+    s.kill_daemon("a");
+    drop(client);
+    s.export("a", DISK, &[]).ok();
+    let mut client = s.client("a");
+    assert!(client.read(0, 3 << 20).unwrap() == bytes[..3 << 20]);
+    assert_eq!(client.read(5_000_123, 777).unwrap(), [9; 777]);
+    client.zero(4 << 20, 1 << 20).unwrap();
+    bytes[4 << 20..5 << 20].fill(0);
+    // The part of it that is in there is zero now.
+    client.write(5_000_123, &[9; 777]).unwrap();
+    bytes[5_000_123..][..777].fill(9);
+    client.flush().unwrap();
+    drop(client);
+    s.unmount("a", &[]).ok();
+
+    // Elsewhere, all of it.
+    s.export("b", DISK, &["--size", "9M"])
+        .fails(3, &["has 8388608 bytes, not 9437184"]);
+    s.export("b", DISK, &["--read-only", "--direct"]).ok();
+    let mut client = s.client("b");
+    assert!(client.read(0, 8 << 20).unwrap() == bytes);
+    assert!(client.write(0, &[1]).is_err());
+    drop(client);
+    s.unmount("b", &[]).ok();
+}
+
+/// Without a cache: after a crash the disk is as the last flush left it, for whoever breaks the lease.
+#[test]
+fn a_disk_without_a_cache_is_as_it_was_flushed() {
+    let Some((s, _server)) = Setting::s3() else {
+        return;
+    };
+    s.export("a", DISK, &["--size", "16M", "--direct"]).ok();
+    let mut client = s.client("a");
+    let value = |round: u8| vec![round; 300_000];
+    for round in 1..5 {
+        client.write(1_000_000, &value(round)).unwrap();
+        client.flush().unwrap();
+    }
+    client.write(1_000_000, &value(77)).unwrap();
+    s.kill_daemon("a");
+    drop(client);
+
+    s.run("b", &["mounts", "break", DISK]).fails(2, &["--yes"]);
+    let broken = s.run("b", &["mounts", "break", DISK, "--yes"]).ok();
+    assert!(broken.err.contains("revoked the write lease"), "{broken:?}");
+    s.export("b", DISK, &["--direct"]).ok();
+    let mut client = s.client("b");
+    assert!(client.read(1_000_000, 300_000).unwrap() == value(4));
+    client.write(0, b"theirs").unwrap();
+    client.flush().unwrap();
+    // The first one cannot come back meanwhile.
+    s.export("a", DISK, &["--direct"]).fails(3, &["is in use"]);
+    drop(client);
+    s.unmount("b", &[]).ok();
+    s.export("a", DISK, &["--direct"]).ok();
+    assert_eq!(s.client("a").read(0, 6).unwrap(), b"theirs");
+    s.unmount("a", &[]).ok();
+}
+
+/// The server goes away: a mount begins and goes on from its cache, and pushes when the server is back.
+#[test]
+fn a_disk_in_redis_can_be_used_offline() {
+    let durable = ["--appendonly", "yes", "--appendfsync", "always"];
+    let Some((s, mut server, url)) = Setting::redis(&durable) else {
+        return;
+    };
+    let exported = s
+        .export("a", &url, &["--size", "4M", "--push-interval", "1h"])
+        .ok();
+    assert!(!exported.err.contains("appendonly"), "{exported:?}");
+    let mut client = s.client("a");
+    let bytes: Vec<u8> = (0..4 << 20).map(|i| (i / 4096 % 251) as u8).collect();
+    client.write(0, &bytes).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    s.unmount("a", &["--keep-cache"]).ok();
+    s.export("a", &url, &["--push-interval", "1h"]).ok();
+    until("all of it is here", || {
+        s.only("a")["disks"][0]["local"] == 4 << 20
+    });
+    s.unmount("a", &["--offline"]).ok();
+
+    server.kill();
+    s.export("a", &url, &["--push-interval", "1h"]).ok();
+    let mut client = s.client("a");
+    assert!(client.read(0, 4 << 20).unwrap() == bytes);
+    client.write(8192, &[255; 4096]).unwrap();
+    client.flush().unwrap();
+    let link = s.only("a")["disks"][0]["link"].clone();
+    assert!(
+        link.as_str().unwrap().contains("redis://127.0.0.1"),
+        "{link}"
+    );
+    server.start_again();
+    until("the server is reached", || {
+        s.only("a")["disks"][0]["link"] == "up"
+    });
+    drop(client);
+    s.unmount("a", &[]).ok();
+    s.export("b", &url, &["--direct", "--read-only"]).ok();
+    let mut client = s.client("b");
+    assert_eq!(client.read(8192, 4096).unwrap(), [255; 4096]);
+    assert!(client.read(12_288, 100_000).unwrap() == bytes[12_288..112_288]);
+    drop(client);
+    s.unmount("b", &[]).ok();
+}
+
+/// A server that keeps all in memory says so, and what it has lost is an error and not zeros.
+#[test]
+fn a_redis_that_forgets_is_noticed() {
+    let Some((s, mut server, url)) = Setting::redis(&["--appendonly", "no"]) else {
+        return;
+    };
+    let exported = s.export("a", &url, &["--size", "4M", "--direct"]).ok();
+    assert!(
+        exported.err.contains("keeps the disk in memory"),
+        "{exported:?}"
+    );
+    let mut client = s.client("a");
+    client.write(0, &[5; 100_000]).unwrap();
+    client.flush().unwrap();
+    server.kill();
+    server.start_again();
+    assert!(client.read(0, 4096).is_err());
+    assert!(client.write(0, &[1; 4096]).is_err() || client.flush().is_err());
+    let link = s.only("a")["disks"][0]["link"].clone();
+    assert!(link.as_str().unwrap().contains("lost"), "{link}");
+    drop(client);
+    s.unmount("a", &["--discard", "--yes"]).ok();
+    s.export("a", &url, &[]).fails(3, &["there is no disk"]);
+    // A password in a URL is refused, and not repeated.
+    let with = url.replace("redis://", "redis://:hunter2@");
+    let refused = s.export("a", &with, &[]).code(2);
+    assert!(
+        !refused.err.contains("hunter2") && refused.err.contains("REDISCLI_AUTH"),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_disk_in_an_object_store_is_a_file() {
+    if !can_mount("a_disk_in_an_object_store_is_a_file") {
+        return;
+    }
+    let Some((s, _server)) = Setting::s3() else {
+        return;
+    };
+    let path = s.world.path("disk").display().to_string();
+    s.run("a", &["mount", DISK, &path, "--size", "32M"]).ok();
+    let made = std::process::Command::new("mke2fs")
+        .args(["-q", "-F", &path])
+        .status();
+    if made.is_ok_and(|made| made.success()) {
+        let checked = std::process::Command::new("e2fsck")
+            .args(["-fn", &path])
+            .output();
+        assert!(checked.unwrap().status.success());
+    }
+    let before = std::fs::read(&path).unwrap();
+    s.run("a", &["unmount", &path]).ok();
+    s.run(
+        "a",
+        &[
+            "mount",
+            DISK,
+            &path,
+            "--prefetch",
+            "none",
+            "--chunk",
+            "128K",
+        ],
+    )
+    .ok();
+    assert!(std::fs::read(&path).unwrap() == before);
+    s.run("a", &["unmount", &path]).ok();
+}
