@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use drover_core::{
@@ -222,6 +222,7 @@ fn manage(
     if let Some(why) = late.why() {
         remote.cut(&why);
     }
+    let _ = late.remote.set(Arc::downgrade(&remote));
     let shape = remote.shape();
     let directory = HostDirectory::open_or_create(cache)
         .with_context(|| format!("cannot open {}", cache.display()))?;
@@ -363,7 +364,11 @@ struct Late {
     epochs: OnceLock<Epochs>,
     /// Why it is not there.
     why: Mutex<Option<String>>,
-    ended: AtomicBool,
+    /// What is told when the store cannot be reached.
+    remote: OnceLock<Weak<LocalRemote>>,
+    /// It was told so, and a thread looks whether it still holds.
+    is_down: Arc<AtomicBool>,
+    ended: Arc<AtomicBool>,
 }
 
 impl Late {
@@ -384,7 +389,9 @@ impl Late {
             device: OnceLock::new(),
             epochs: OnceLock::new(),
             why: Mutex::new(Some(why)),
-            ended: AtomicBool::new(false),
+            remote: OnceLock::new(),
+            is_down: Arc::new(AtomicBool::new(false)),
+            ended: Arc::new(AtomicBool::new(false)),
         }
     }
 
@@ -443,6 +450,57 @@ impl Late {
         }
     }
 
+    /// Passes a result on; if the store could not be reached, its link is down until it can.
+    fn seen<T>(&self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
+        let (Err(error), Some(device), Some(remote)) =
+            (&result, self.device.get(), self.remote.get())
+        else {
+            return result;
+        };
+        if !error.is_transient() || self.is_down.swap(true, Ordering::AcqRel) {
+            return result;
+        }
+        let (device, remote) = (Arc::clone(device), Weak::clone(remote));
+        let (is_down, ended) = (Arc::clone(&self.is_down), Arc::clone(&self.ended));
+        let mut why = error.to_string();
+        tracing::warn!("{why}");
+        if let Some(remote) = remote.upgrade() {
+            remote.cut(&why);
+        }
+        let looking = std::thread::Builder::new().name("store-look".into());
+        let looking = looking.spawn(move || {
+            loop {
+                std::thread::sleep(AGAIN);
+                let reached = device.reach();
+                let Some(remote) = remote.upgrade().filter(|_| !ended.load(Ordering::Acquire))
+                else {
+                    return;
+                };
+                match reached {
+                    Err(error) if error.is_transient() => {
+                        let now = error.to_string();
+                        if now != why {
+                            why = now;
+                            remote.cut(&why);
+                        }
+                    }
+                    // Another error is met by the next request.
+                    _ => {
+                        is_down.store(false, Ordering::Release);
+                        remote.mend();
+                        return;
+                    }
+                }
+            }
+        });
+        if let (Err(e), Some(remote)) = (looking, self.remote.get().and_then(Weak::upgrade)) {
+            tracing::warn!("{e}");
+            self.is_down.store(false, Ordering::Release);
+            remote.mend();
+        }
+        result
+    }
+
     fn device(&self) -> Result<&StoreDevice, DeviceError> {
         let device = self.device.get().map(|device| &**device);
         device.ok_or_else(|| DeviceError::Unavailable(self.why().unwrap_or_default()))
@@ -461,11 +519,11 @@ impl Committer for Late {
     }
 
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
-        self.epochs()?.push(epoch, changes)
+        self.seen(self.epochs()?.push(epoch, changes))
     }
 
     fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError> {
-        self.epochs()?.commit(epoch, covers)
+        self.seen(self.epochs()?.commit(epoch, covers))
     }
 }
 
@@ -491,7 +549,7 @@ impl BlockDevice for Late {
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
-        self.device()?.read(offset, buffer)
+        self.seen(self.device()?.read(offset, buffer))
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {

@@ -201,6 +201,56 @@ fn a_disk_without_a_cache_is_as_it_was_flushed() {
     s.unmount("a", &[]).ok();
 }
 
+/// Keys in a profile file that are replaced: pushes fail, are repeated, and go on with the next ones.
+#[test]
+fn credentials_that_expire_in_the_middle() {
+    let Some((mut s, server)) = Setting::s3() else {
+        return;
+    };
+    let (keys, config) = (s.world.path("credentials"), s.world.path("config"));
+    let write_keys = |secret: &str| {
+        let text = format!(
+            "[other]\n[work]\naws_access_key_id = test\naws_secret_access_key = {secret}\n"
+        );
+        let new = keys.with_extension("new");
+        std::fs::write(&new, text).unwrap();
+        std::fs::rename(new, &keys).unwrap();
+    };
+    let endpoint = format!("http://127.0.0.1:{}", server.port());
+    let profile = format!("[profile work]\nregion = us-east-1\nendpoint_url = {endpoint}\n");
+    s.variables = vec![
+        ("AWS_PROFILE", "work".into()),
+        ("AWS_SHARED_CREDENTIALS_FILE", keys.display().to_string()),
+        ("AWS_CONFIG_FILE", config.display().to_string()),
+        ("AWS_ALLOW_HTTP", "true".into()),
+    ];
+    s.export("a", DISK, &["--size", "4M"])
+        .fails(1, &["no profile work"]);
+    std::fs::write(&config, profile).unwrap();
+    write_keys("wrong");
+    s.export("a", DISK, &["--size", "4M"])
+        .fails(1, &["credentials"]);
+    write_keys("testsecret");
+    s.export("a", DISK, &["--size", "4M", "--push-interval", "0s"])
+        .ok();
+    write_keys("wrong");
+    let mut client = s.client("a");
+    until("a push fails", || {
+        client.write(0, &[fastrand::u8(..); 8192]).unwrap();
+        client.flush().unwrap();
+        let why = s.only("a")["disks"][0]["link"].clone();
+        why.as_str().is_some_and(|why| why.contains("credentials"))
+    });
+    client.write(8192, &[7; 8192]).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    write_keys("testsecret");
+    s.unmount("a", &[]).ok();
+    s.export("b", DISK, &["--direct", "--read-only"]).ok();
+    assert_eq!(s.client("b").read(8192, 8192).unwrap(), [7; 8192]);
+    s.unmount("b", &[]).ok();
+}
+
 /// The server goes away: a mount begins and goes on from its cache, and pushes when the server is back.
 #[test]
 fn a_disk_in_redis_can_be_used_offline() {

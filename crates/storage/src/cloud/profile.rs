@@ -17,7 +17,7 @@ use object_store::{CredentialProvider, Error};
 const MAX_FILE: u64 = 1 << 20;
 
 /// How long keys from a file are used before the file is looked at again.
-const FRESH: Duration = Duration::from_secs(5);
+const FRESH: Duration = Duration::from_secs(2);
 
 /// S3 as the environment and the profile files describe it.
 ///

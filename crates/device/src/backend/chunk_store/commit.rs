@@ -55,6 +55,11 @@ impl Inner {
         }
     }
 
+    /// Whether the store answers.
+    pub(super) fn reach(&self) -> Result<(), DeviceError> {
+        self.store.look(HEADER, MAX_HEADER).map(drop)
+    }
+
     /// Finds out whether a header was written of which that is not known.
     fn resolve(&self, committed: &mut Committed) -> Result<(), DeviceError> {
         let Some((header, changes, pages)) = committed.unsure.take() else {

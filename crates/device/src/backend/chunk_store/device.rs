@@ -100,6 +100,14 @@ impl StoreDevice {
         self.inner.gone.get().cloned()
     }
 
+    /// Returns when the store has answered a small request.
+    ///
+    /// # Errors
+    /// [`DeviceError`]: it does not answer, or refuses.
+    pub fn reach(&self) -> Result<(), DeviceError> {
+        self.inner.reach()
+    }
+
     /// Flushes, and gives the lease back. To be called after the last request; again, if it failed.
     ///
     /// # Errors
