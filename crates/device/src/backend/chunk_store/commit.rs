@@ -172,7 +172,7 @@ impl Inner {
             self.state.lock().table.put_back(changes);
             return Err(error);
         }
-        header.commits += 1;
+        header.commits = header.commits.saturating_add(1);
         match write_header(
             &*self.store,
             &committed.tag,

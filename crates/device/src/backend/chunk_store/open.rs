@@ -191,7 +191,7 @@ impl StoreDevice {
         let mut header = before.clone();
         header.session += 1;
         header.is_clean = false;
-        header.commits += 1;
+        header.commits = header.commits.saturating_add(1);
         header.holder = Some(Holder {
             token: options.token,
             since_unix: now_unix(),
@@ -277,7 +277,7 @@ pub fn break_lease(store: &dyn ChunkStore) -> Result<Option<Holder>, OpenError> 
         };
         let mut header = before.clone();
         header.holder = None;
-        header.commits += 1;
+        header.commits = header.commits.saturating_add(1);
         match write_header(store, &tag, &before, &header, false) {
             Outcome::Written(_) => return Ok(Some(held)),
             // Its holder flushed in between.

@@ -429,6 +429,42 @@ fn a_store_that_ignores_conditions_is_refused() {
     assert!(matches!(refused, OpenError::Careless(_)), "{refused}");
 }
 
+/// A header that a store has made up, with numbers at their limits.
+#[test]
+fn numbers_at_their_limits_are_no_bugs() {
+    let store = setting();
+    let device = open(&store);
+    device.write(0, &[1; 100]).unwrap();
+    device.close().unwrap();
+    let change = |change: fn(&mut format::Header)| {
+        store.change("disk", |bytes| {
+            let mut header = format::Header::decode(&bytes).unwrap();
+            change(&mut header);
+            Some(header.encode().to_vec())
+        });
+    };
+    change(|header| (header.commits, header.epoch) = (u64::MAX, u64::MAX));
+    let device = open(&store);
+    device.write(0, &[2; 100]).unwrap();
+    device.flush().unwrap();
+    device.write(0, &[3; 100]).unwrap();
+    device.close().unwrap();
+    let mut read = [0; 100];
+    open(&store).read(0, &mut read).unwrap();
+    assert_eq!(read, [3; 100]);
+    change(|header| header.session = format::MAX_SESSIONS - 1);
+    let refused = StoreDevice::open(store.clone(), &options(MINE))
+        .err()
+        .unwrap();
+    assert!(matches!(refused, OpenError::WornOut(_)), "{refused}");
+    change(|header| header.pages[0] = format::Version(u64::MAX));
+    break_lease(&*store).unwrap();
+    let mut read_only = options(MINE);
+    read_only.read_only = true;
+    let refused = StoreDevice::open(store, &read_only).err().unwrap();
+    assert!(matches!(refused, OpenError::Lost { .. }), "{refused}");
+}
+
 #[test]
 fn sizes_that_cannot_be() {
     let store = MemoryStore::new();
