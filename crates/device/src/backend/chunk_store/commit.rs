@@ -1,6 +1,7 @@
 //! Commits: the header is written, by a conditional write, and names everything else that is there from then on.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use drover_core::DeviceError;
@@ -21,29 +22,19 @@ impl Inner {
         error
     }
 
-    /// An error of a read, in the light of what the header says now.
+    /// An error of a read, in the light of what the header says now. A commit that is under way is not waited for.
     pub(super) fn explain(&self, error: DeviceError) -> DeviceError {
-        let ours = self.committed.lock().header.clone();
-        self.explain_with(&ours, error)
-    }
-
-    /// The same, `ours` being the header as it was written last.
-    fn explain_with(&self, ours: &Header, error: DeviceError) -> DeviceError {
         if !matches!(error, DeviceError::Corrupt(_)) {
             return error;
         }
+        let ours = Arc::clone(&self.own.lock().header);
         let now = match self.store.look(HEADER, MAX_HEADER) {
             Ok(now) => now.map(|(bytes, _)| bytes),
             Err(_) => return error,
         };
         let decoded = now.as_deref().and_then(|now| Header::decode(now).ok());
         match decoded {
-            Some(now) if (now.id, now.session) == (ours.id, ours.session) => {
-                match now.commits >= ours.commits {
-                    true => error,
-                    false => self.lose(another(&*self.store, ours, Some(&now.encode()))),
-                }
-            }
+            Some(now) if self.own.lock().has(&now) && now.commits >= ours.commits => error,
             Some(now) if self.is_read_only() && now.id == ours.id && now.session > ours.session => {
                 let text = format!(
                     "{}: another mount has written to the disk since it was opened here for reading: open it again",
@@ -51,7 +42,7 @@ impl Inner {
                 );
                 self.lose(DeviceError::Io(Arc::new(std::io::Error::other(text))))
             }
-            _ => self.lose(another(&*self.store, ours, now.as_deref())),
+            _ => self.lose(another(&*self.store, &ours, now.as_deref())),
         }
     }
 
@@ -66,7 +57,13 @@ impl Inner {
             return Ok(());
         };
         let bytes = header.encode();
-        match look_for(&*self.store, &committed.tag, &committed.header, &bytes) {
+        match look_for(
+            &*self.store,
+            &committed.tag,
+            &committed.header,
+            &bytes,
+            Some(&self.own),
+        ) {
             Ok(Seen::New(tag)) => self.is_committed(committed, header, tag, &changes),
             Ok(seen) => {
                 if let Seen::Late(tag) = seen {
@@ -88,6 +85,7 @@ impl Inner {
 
     /// The header was written: what it does not name any more can go.
     fn is_committed(&self, committed: &mut Committed, header: Header, tag: Tag, changes: &Changes) {
+        self.own.lock().header = Arc::new(header.clone());
         let was = std::mem::replace(&mut committed.header, header);
         let pages = (0..).zip(was.pages.iter().zip(&committed.header.pages));
         let pages = pages.filter(|(_, (was, now))| was != now && was.is_some());
@@ -107,10 +105,34 @@ impl Inner {
         let mut committed = self.committed.lock();
         self.alive()?;
         self.resolve(&mut committed)?;
-        self.write_back_all()
-            .map_err(|error| self.explain_with(&committed.header, error))?;
+        if epoch.is_some_and(|epoch| epoch.0 == committed.header.epoch) {
+            // It was tried before, and perhaps was not made durable.
+            return self.settle(&mut committed);
+        }
+        self.write_back_all().map_err(|error| self.explain(error))?;
+        if let Some(error) = self.lost().filter(|_| epoch.is_some()) {
+            return Err(self.explain(error));
+        }
         self.commit_table(&mut committed, epoch, |_| {})?;
-        self.settle(&mut committed)
+        self.settle(&mut committed)?;
+        // The rest is there.
+        match self.lost() {
+            Some(error) => Err(self.explain(error)),
+            None => Ok(()),
+        }
+    }
+
+    /// Why something that was written is lost.
+    pub(super) fn lost(&self) -> Option<DeviceError> {
+        self.state.lock().lost.clone()
+    }
+
+    /// Whether the header is that of an epoch.
+    pub(super) fn has_epoch(&self, epoch: Epoch) -> Result<bool, DeviceError> {
+        let mut committed = self.committed.lock();
+        self.alive()?;
+        self.resolve(&mut committed)?;
+        Ok(committed.header.epoch == epoch.0)
     }
 
     fn settle(&self, committed: &mut Committed) -> Result<(), DeviceError> {
@@ -118,6 +140,8 @@ impl Inner {
             self.store.settle()?;
             committed.is_unsettled = false;
         }
+        let epoch = committed.header.epoch;
+        self.settled.store(epoch, Ordering::Release);
         Ok(())
     }
 
@@ -129,6 +153,7 @@ impl Inner {
         change: impl Fn(&mut Header),
     ) -> Result<(), DeviceError> {
         let mut header = committed.header.clone();
+        let nonce = format::random()?;
         if let Some(epoch) = epoch {
             header.epoch = epoch.0;
         }
@@ -155,6 +180,7 @@ impl Inner {
                 }
             }
         };
+        header.nonce = nonce;
         let mut values = Vec::new();
         let mut pages = Vec::new();
         for ((page, content), version) in changes.pages.iter().zip(versions) {
@@ -169,16 +195,19 @@ impl Inner {
         }
         if let Err(error) = self.put_pages(values) {
             committed.stale.extend(pages);
+            // One that arrives after it was removed.
+            self.doomed.set_untidy();
             self.state.lock().table.put_back(changes);
             return Err(error);
         }
         header.commits = header.commits.saturating_add(1);
+        self.own.lock().note(&header);
         match write_header(
             &*self.store,
             &committed.tag,
             &committed.header,
             &header,
-            true,
+            Some(&self.own),
         ) {
             Outcome::Written(tag) => {
                 self.is_committed(committed, header, tag, &changes);

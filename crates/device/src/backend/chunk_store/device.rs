@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use drover_core::{
@@ -11,11 +11,13 @@ use drover_core::{
 use parking_lot::{Condvar, Mutex};
 
 use super::buffer::Buffer;
+use super::head::Own;
 use super::inner::{Committed, Inner, Part, State};
 use super::store::{ChunkStore, Promise};
 use super::sweep::Doomed;
 use super::table::Table;
 use super::write_back::MAX_BATCH;
+use crate::remote::Epoch;
 
 /// Threads that write back what does not wait for a flush.
 const WRITERS: usize = 2;
@@ -52,6 +54,8 @@ impl StoreDevice {
                 closing: false,
             }),
             changed: Condvar::new(),
+            own: Mutex::new(Own::new(committed.header().clone())),
+            settled: AtomicU64::new(committed.header().epoch),
             committed: Mutex::new(committed),
             doomed: Doomed::default(),
             gone: OnceLock::new(),
@@ -100,6 +104,12 @@ impl StoreDevice {
         self.inner.gone.get().cloned()
     }
 
+    /// The last epoch that is durable. A commit that is under way is not waited for.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.inner.settled.load(Ordering::Acquire))
+    }
+
     /// Returns when the store has answered a small request.
     ///
     /// # Errors
@@ -133,11 +143,20 @@ impl StoreDevice {
         if self.inner.released.load(Ordering::Acquire) {
             return Ok(());
         }
-        last(&self.inner)?;
+        let last = last(&self.inner);
+        let lost = self.inner.lost();
+        if lost.is_none() {
+            last?;
+        } else if let Err(error) = last
+            && !matches!(error, DeviceError::Corrupt(_))
+        {
+            return Err(error);
+        }
         self.stop();
         self.inner.release()?;
         self.inner.released.store(true, Ordering::Release);
-        Ok(())
+        // What could be kept is there, and trying again is of no use.
+        lost.map_or(Ok(()), Err)
     }
 
     /// Ends its threads. What they are doing is waited for.

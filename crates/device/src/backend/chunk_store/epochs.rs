@@ -30,7 +30,9 @@ impl Epochs {
 
 impl Committer for Epochs {
     fn committed(&self) -> Epoch {
-        Epoch(self.device.inner.committed.lock().header.epoch)
+        // A commit that is under way is waited for, and one that may not be durable does not count.
+        let _committed = self.device.inner.committed.lock();
+        self.device.epoch()
     }
 
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
@@ -54,12 +56,23 @@ impl Committer for Epochs {
         Ok(())
     }
 
-    fn commit(&self, epoch: Epoch, _: u64) -> Result<(), DeviceError> {
+    fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError> {
         let mut staged = self.staged.lock();
-        if self.committed() == epoch {
-            return Ok(());
+        let inner = &self.device.inner;
+        if *staged != Some(epoch) && covers > 0 && !inner.has_epoch(epoch)? {
+            return Err(DeviceError::Unavailable(format!(
+                "{}: what was pushed is not there any more",
+                inner.store.describe()
+            )));
         }
-        self.device.inner.commit(Some(epoch))?;
+        if let Err(error) = inner.commit(Some(epoch)) {
+            if inner.lost().is_some() {
+                // It is not complete: all of it is pushed again.
+                inner.revert()?;
+                *staged = None;
+            }
+            return Err(error);
+        }
         *staged = None;
         Ok(())
     }

@@ -13,6 +13,11 @@ pub enum OpenError {
     /// There is one already.
     #[error("there is a disk at {0} already")]
     Exists(String),
+    /// Its header is gone, and its content is there.
+    #[error(
+        "there is no disk at {0}, but parts of one: the store has lost its header, and the disk with it; restore it, or use another prefix"
+    )]
+    Remains(String),
     /// There is something else.
     #[error("{0} is not a disk: what it has under the key `disk` is something else")]
     Foreign(String),

@@ -17,7 +17,7 @@ pub const PAGES: &str = "t/";
 const MAGIC: [u8; 8] = *b"DRVRSTO\0";
 const VERSION: u32 = 1;
 /// Up to the text of the holder.
-const FIXED: usize = 8 + 4 + 4 + 4 + 4 + 8 + 16 + 8 + 8 + 8 + 16 + 8 + 4;
+const FIXED: usize = 8 + 4 + 4 + 4 + 4 + 8 + 16 + 8 + 8 + 8 + 16 + 16 + 8 + 4;
 
 /// Objects of a page.
 pub const PER_PAGE: u64 = 1024;
@@ -28,7 +28,7 @@ pub const MAX_OBJECTS: u64 = PER_PAGE * MAX_PAGES;
 /// Bytes of the text of a holder.
 pub const MAX_HOLDER: usize = 256;
 /// Bytes of a header.
-pub const MAX_HEADER: usize = FIXED + MAX_HOLDER + 8 * MAX_PAGES as usize + 4;
+pub const MAX_HEADER: usize = FIXED + MAX_HOLDER + VERSION_LENGTH * MAX_PAGES as usize + 4;
 /// The smallest and the largest chunk.
 pub const CHUNKS: Range<u32> = 4096..(4 << 20) + 1;
 /// The largest object: chunks of it, without their digests.
@@ -39,26 +39,32 @@ const DIGEST: usize = 16;
 
 /// Bits of a version that count what a session wrote.
 const COUNT_BITS: u32 = 40;
+/// Bits of a version that are random.
+const RANDOM_BITS: u32 = 64;
+/// Bytes of a version.
+const VERSION_LENGTH: usize = 16;
 /// Sessions of a disk: how often it can be opened for writing.
-pub const MAX_SESSIONS: u32 = 1 << (64 - COUNT_BITS);
+pub const MAX_SESSIONS: u32 = 1 << 24;
 
-/// The version of an object or page, which no two writes share: 0 is none, else the session and a count in it.
+/// The version of an object or page, which no two writes share: 0 is none, else the session, a count in it, and a random
+/// number, by which two processes that take themselves for the same session, as clones of a machine do, differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Version(pub u64);
+pub struct Version(pub u128);
 
 impl Version {
     /// None: all zeros.
     pub const NONE: Version = Version(0);
 
     /// The `count`-th one of a session; none if there are no more.
-    pub fn new(session: u32, count: u64) -> Option<Version> {
+    pub fn new(session: u32, count: u64, random: u64) -> Option<Version> {
         let fits = session < MAX_SESSIONS && count < 1 << COUNT_BITS;
-        fits.then(|| Version(u64::from(session) << COUNT_BITS | count))
+        let number = u128::from(session) << COUNT_BITS | u128::from(count);
+        fits.then(|| Version(number << RANDOM_BITS | u128::from(random)))
     }
 
     /// The session that wrote it.
     pub fn session(self) -> u32 {
-        (self.0 >> COUNT_BITS) as u32
+        (self.0 >> (COUNT_BITS + RANDOM_BITS)) as u32
     }
 
     /// Whether it names an object.
@@ -97,6 +103,8 @@ pub struct Header {
     pub commits: u64,
     /// The last epoch of a managed device.
     pub epoch: u64,
+    /// A random number of this header: no two writers write the same one.
+    pub nonce: [u8; 16],
     /// The lease.
     pub holder: Option<Holder>,
     /// The versions of the pages, none for those without objects.
@@ -142,7 +150,8 @@ impl Header {
 
     /// Its bytes.
     pub fn encode(&self) -> Bytes {
-        let mut bytes = Vec::with_capacity(FIXED + MAX_HOLDER + 8 * self.pages.len() + 4);
+        let mut bytes =
+            Vec::with_capacity(FIXED + MAX_HOLDER + VERSION_LENGTH * self.pages.len() + 4);
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&VERSION.to_le_bytes());
         bytes.extend_from_slice(&self.chunk.to_le_bytes());
@@ -154,6 +163,7 @@ impl Header {
         bytes.extend_from_slice(&u64::from(self.session).to_le_bytes());
         bytes.extend_from_slice(&self.commits.to_le_bytes());
         bytes.extend_from_slice(&self.epoch.to_le_bytes());
+        bytes.extend_from_slice(&self.nonce);
         let (token, since, text) = match &self.holder {
             Some(holder) => (holder.token, holder.since_unix, holder.text.as_str()),
             None => ([0; 16], 0, ""),
@@ -200,7 +210,7 @@ impl Header {
         }
         let session = u32::try_from(number::<8>(content, 48)).ok();
         let session = session.filter(|session| *session < MAX_SESSIONS);
-        let text = number::<4>(content, 96) as usize;
+        let text = number::<4>(content, 112) as usize;
         let pages = content.get(FIXED + text.min(MAX_HOLDER + 1)..);
         let text = content
             .get(FIXED..FIXED + text)
@@ -218,19 +228,17 @@ impl Header {
             is_clean: flags & 1 != 0,
             commits: number::<8>(content, 56),
             epoch: number::<8>(content, 64),
+            nonce: array(content, 72),
             holder: (flags & 2 != 0).then(|| Holder {
-                token: array(content, 72),
-                since_unix: number::<8>(content, 88),
+                token: array(content, 88),
+                since_unix: number::<8>(content, 104),
                 // A store may belong to others, and this is shown.
                 text: text.chars().filter(|c| !c.is_control()).collect(),
             }),
-            pages: pages
-                .chunks_exact(8)
-                .map(|page| Version(number::<8>(page, 0)))
-                .collect(),
+            pages: pages.chunks_exact(VERSION_LENGTH).map(version).collect(),
         };
         let count = header.objects().div_ceil(PER_PAGE);
-        match pages.len() as u64 == 8 * count {
+        match pages.len() as u64 == VERSION_LENGTH as u64 * count {
             true => Ok(header),
             false => Err(Damaged("it has another number of pages")),
         }
@@ -259,14 +267,37 @@ fn array(bytes: &[u8], at: usize) -> [u8; 16] {
     array
 }
 
+/// A version from its bytes.
+fn version(bytes: &[u8]) -> Version {
+    Version(u128::from_le_bytes(array(bytes, 0)))
+}
+
+/// Random bytes of the operating system.
+///
+/// # Errors
+/// It has none.
+pub fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        match rustix::rand::getrandom(&mut bytes[filled..], flags) {
+            Ok(count) => filled += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(bytes)
+}
+
 /// The key of an object.
 pub fn object_key(index: u64, version: Version) -> String {
-    format!("{OBJECTS}{index:06x}-{:016x}", version.0)
+    format!("{OBJECTS}{index:06x}-{:032x}", version.0)
 }
 
 /// The key of a page.
 pub fn page_key(page: u64, version: Version) -> String {
-    format!("{PAGES}{page:04x}-{:016x}", version.0)
+    format!("{PAGES}{page:04x}-{:032x}", version.0)
 }
 
 /// What a key of an object or page names.
@@ -276,8 +307,8 @@ pub fn parse_key(key: &str) -> Option<(bool, u64, Version)> {
         None => (false, key.strip_prefix(PAGES)?),
     };
     let (index, version) = rest.split_once('-')?;
-    let number = |text: &str| u64::from_str_radix(text, 16).ok();
-    let (index, version) = (number(index)?, Version(number(version)?));
+    let index = u64::from_str_radix(index, 16).ok()?;
+    let version = Version(u128::from_str_radix(version, 16).ok()?);
     let same = match is_object {
         true => object_key(index, version),
         false => page_key(index, version),
@@ -383,7 +414,7 @@ pub fn decode_span(
 }
 
 /// Bytes of a page.
-pub const PAGE_LENGTH: usize = DIGEST + 8 * PER_PAGE as usize;
+pub const PAGE_LENGTH: usize = DIGEST + VERSION_LENGTH * PER_PAGE as usize;
 
 /// A page with the versions of its objects.
 pub fn encode_page(id: &[u8; 16], page: u64, version: Version, versions: &[Version]) -> Bytes {
@@ -423,7 +454,7 @@ pub fn decode_page(
         version,
         part: 0,
     };
-    let versions = content.chunks_exact(8).map(|v| Version(number::<8>(v, 0)));
+    let versions = content.chunks_exact(VERSION_LENGTH).map(self::version);
     (part.digest(content) == digest || cfg!(fuzzing)).then(|| versions.collect())
 }
 
@@ -441,12 +472,13 @@ mod tests {
             is_clean: false,
             commits: 99,
             epoch: 5 << 32 | 17,
+            nonce: [5; 16],
             holder: Some(Holder {
                 token: [9; 16],
                 since_unix: 1_800_000_000,
                 text: "web on lyon".into(),
             }),
-            pages: vec![Version::new(3, 4).unwrap()],
+            pages: vec![Version::new(3, 4, 1).unwrap()],
         }
     }
 
@@ -494,7 +526,7 @@ mod tests {
     #[test]
     fn chunks_are_told_from_those_of_another_place_or_time() {
         let header = header();
-        let version = Version::new(3, 8).unwrap();
+        let version = Version::new(3, 8, 1).unwrap();
         // The last object has a short chunk.
         for (index, length) in [(0, 1 << 20), (3, 512)] {
             assert_eq!(header.length(index), length);
@@ -549,7 +581,7 @@ mod tests {
         assert!(decode_page(&[1; 16], 2, Version(78), &bytes).is_none());
         assert!(decode_page(&[1; 16], 2, Version(77), &bytes[8..]).is_none());
         let key = object_key(0xabc, Version(17));
-        assert_eq!(key, "o/000abc-0000000000000011");
+        assert_eq!(key, "o/000abc-00000000000000000000000000000011");
         assert_eq!(parse_key(&key), Some((true, 0xabc, Version(17))));
         assert_eq!(
             parse_key(&page_key(3, Version(1))),
@@ -559,12 +591,12 @@ mod tests {
             "disk",
             "o/abc-11",
             "o/000abc",
-            "x/000abc-0000000000000011",
-            "o/+00abc-0000000000000011",
+            "x/000abc-00000000000000000000000000000011",
+            "o/+00abc-00000000000000000000000000000011",
         ] {
             assert_eq!(parse_key(other), None, "{other}");
         }
-        assert_eq!(Version::new(MAX_SESSIONS, 0), None);
-        assert_eq!(Version::new(2, 7).unwrap().session(), 2);
+        assert_eq!(Version::new(MAX_SESSIONS, 0, 0), None);
+        assert_eq!(Version::new(2, 7, u64::MAX).unwrap().session(), 2);
     }
 }

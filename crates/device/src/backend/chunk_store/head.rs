@@ -1,10 +1,12 @@
 //! Writing the header of a disk, of which each state is written over the one before and over no other.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use drover_core::DeviceError;
+use parking_lot::Mutex;
 
 use super::format::{HEADER, Header, MAX_HEADER};
 use super::store::{ChunkStore, Tag};
@@ -34,14 +36,47 @@ pub(super) enum Seen {
     Late(Tag),
 }
 
-/// Writes a header over `ours`, which has this tag. `is_own` says that nobody but this process writes headers of its session:
-/// one of those that is there instead is an earlier attempt, and is written over.
+/// Headers that a process remembers to have tried.
+const MAX_TRIED: usize = 4096;
+
+/// What a process knows of its own headers, without waiting for a commit that is under way.
+pub(super) struct Own {
+    /// The one that was written last.
+    pub(super) header: Arc<Header>,
+    /// The numbers of those that were tried, the last ones.
+    tried: VecDeque<[u8; 16]>,
+}
+
+impl Own {
+    pub(super) fn new(header: Header) -> Self {
+        Own {
+            tried: VecDeque::from([header.nonce]),
+            header: Arc::new(header),
+        }
+    }
+
+    /// Notes one before it is tried.
+    pub(super) fn note(&mut self, header: &Header) {
+        if self.tried.len() == MAX_TRIED {
+            self.tried.pop_front();
+        }
+        self.tried.push_back(header.nonce);
+    }
+
+    /// Whether this process wrote a header, or tried to.
+    pub(super) fn has(&self, header: &Header) -> bool {
+        self.tried.contains(&header.nonce)
+    }
+}
+
+/// Writes a header over `ours`, which has this tag. `own` has the headers that this process tried: one of those that is there
+/// instead arrived late, and is written over. Nobody else's is, whatever it says.
 pub(super) fn write_header(
     store: &dyn ChunkStore,
     tag: &Tag,
     ours: &Header,
     new: &Header,
-    is_own: bool,
+    own: Option<&Mutex<Own>>,
 ) -> Outcome {
     let bytes = new.encode();
     let mut tag = tag.clone();
@@ -57,15 +92,9 @@ pub(super) fn write_header(
             Err(error) if error.is_transient() => last = error,
             Err(error) => return Outcome::Unsure(error),
         }
-        match look_for(store, &tag, ours, &bytes) {
+        match look_for(store, &tag, ours, &bytes, own) {
             Ok(Seen::New(tag)) => return Outcome::Written(tag),
-            Ok(Seen::Late(late)) if is_own => tag = late,
-            Ok(Seen::Late(_)) => {
-                return Outcome::Refused(DeviceError::Unavailable(format!(
-                    "{}: somebody else writes the header at this moment",
-                    store.describe()
-                )));
-            }
+            Ok(Seen::Late(late)) => tag = late,
             // A conflict with a write that took place at the same time.
             Ok(Seen::Before) => {}
             Err(Outcome::Unsure(error)) => last = error,
@@ -83,6 +112,7 @@ pub(super) fn look_for(
     tag: &Tag,
     ours: &Header,
     bytes: &Bytes,
+    own: Option<&Mutex<Own>>,
 ) -> Result<Seen, Outcome> {
     let (now, at) = match store.look(HEADER, MAX_HEADER) {
         Ok(Some((now, at))) if now == bytes => return Ok(Seen::New(at)),
@@ -91,11 +121,9 @@ pub(super) fn look_for(
         Ok(None) => return Err(Outcome::Refused(another(store, ours, None))),
         Err(error) => return Err(Outcome::Unsure(error)),
     };
-    let of = |h: &Header| (h.id, h.session, h.holder.clone());
+    let is_own = |now: &Header| own.is_some_and(|own| own.lock().has(now));
     match Header::decode(&now) {
-        Ok(now) if of(&now) == of(ours) && now.holder.is_some() && now.commits > ours.commits => {
-            Ok(Seen::Late(at))
-        }
+        Ok(now) if is_own(&now) && now.commits > ours.commits => Ok(Seen::Late(at)),
         _ => Err(Outcome::Refused(another(store, ours, Some(&now)))),
     }
 }
@@ -114,6 +142,12 @@ pub(super) fn another(store: &dyn ChunkStore, ours: &Header, now: Option<&[u8]>)
     };
     if now.id != ours.id {
         return lost(format!("{place}: another disk was made there"));
+    }
+    let is_same = |now: &Header| (now.session, &now.holder) == (ours.session, &ours.holder);
+    if is_same(&now) && now.holder.is_some() && now.commits >= ours.commits {
+        return lost(format!(
+            "{place}: a copy of this mount writes the disk as well, as one in a clone of this host would: it is used here no more"
+        ));
     }
     if now.session < ours.session || (now.session == ours.session && now.commits < ours.commits) {
         return DeviceError::Corrupt(format!(

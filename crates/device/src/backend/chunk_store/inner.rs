@@ -1,7 +1,7 @@
 //! What the threads of a disk in a store share.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -9,7 +9,8 @@ use drover_core::{DeviceError, check_range};
 use parking_lot::{Condvar, Mutex};
 
 use super::buffer::Buffer;
-use super::format::{Header, Version};
+use super::format::{self, Header, Version};
+use super::head::Own;
 use super::store::{ChunkStore, Promise, Tag};
 use super::sweep::Doomed;
 use super::table::{Changes, Table};
@@ -24,7 +25,7 @@ pub(super) struct State {
     pub(super) count: u64,
     /// Why the last attempt to write something back failed.
     pub(super) failed: Option<(DeviceError, Instant)>,
-    /// Why something that was written is lost, until a flush says so.
+    /// Why something that was written is lost: every flush says so, until the disk is opened again.
     pub(super) lost: Option<DeviceError>,
     pub(super) closing: bool,
 }
@@ -40,6 +41,9 @@ pub(super) struct Inner {
     /// A slot is free again, or there is something to do.
     pub(super) changed: Condvar,
     pub(super) committed: Mutex<Committed>,
+    /// Its own headers, and the last epoch that is durable: nobody who holds these waits for the store.
+    pub(super) own: Mutex<Own>,
+    pub(super) settled: AtomicU64,
     pub(super) doomed: Doomed,
     /// Why the disk can no longer be used.
     pub(super) gone: OnceLock<DeviceError>,
@@ -94,7 +98,8 @@ impl State {
     /// A version for what is written next.
     pub(super) fn version(&mut self, session: u32) -> Result<Version, DeviceError> {
         self.count += 1;
-        Version::new(session, self.count)
+        let random = u64::from_le_bytes(format::random()?);
+        Version::new(session, self.count, random)
             .ok_or_else(|| DeviceError::Unsupported("be written so often: mount it again".into()))
     }
 

@@ -1,6 +1,6 @@
 //! Creating and opening a disk in a store, and breaking its lease.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -9,8 +9,8 @@ use drover_core::DeviceError;
 use super::device::StoreDevice;
 use super::error::OpenError;
 use super::format::{
-    HEADER, Header, HeaderProblem, Holder, MAX_HEADER, MAX_SESSIONS, PER_PAGE, PROBE, Version,
-    is_possible,
+    HEADER, Header, HeaderProblem, Holder, MAX_HEADER, MAX_SESSIONS, OBJECTS, PAGES, PER_PAGE,
+    PROBE, Version, is_possible, parse_key, random,
 };
 use super::head::{Outcome, write_header};
 use super::inner::{Committed, MAX_BUFFER};
@@ -91,16 +91,28 @@ pub fn create(store: &dyn ChunkStore, new: NewStore) -> Result<(), OpenError> {
     if read_header(store)?.is_some() {
         return Err(OpenError::Exists(store.describe()));
     }
+    let mut remains = false;
+    for prefix in [OBJECTS, PAGES] {
+        store.list(prefix, &mut |key| remains |= parse_key(key).is_some())?;
+    }
+    if remains {
+        // Perhaps somebody made a disk meanwhile.
+        return Err(match read_header(store)? {
+            Some(_) => OpenError::Exists(store.describe()),
+            None => OpenError::Remains(store.describe()),
+        });
+    }
     probe(store)?;
     let mut header = Header {
         size: new.size,
         chunk: new.chunk,
         object,
-        id: random(),
+        id: fresh()?,
         session: 0,
         is_clean: true,
         commits: 0,
         epoch: 0,
+        nonce: fresh()?,
         holder: None,
         pages: Vec::new(),
     };
@@ -124,14 +136,19 @@ pub fn create(store: &dyn ChunkStore, new: NewStore) -> Result<(), OpenError> {
     }
 }
 
-fn random() -> [u8; 16] {
-    std::array::from_fn(|_| fastrand::u8(..))
+fn fresh() -> Result<[u8; 16], DeviceError> {
+    Ok(random()?)
 }
 
 /// How often a conditional write is tried that has no answer.
 const MAX_TRIES: u32 = 8;
 /// The first pause between; each is twice as long.
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// Conditional writes that are tried at once.
+const AT_ONCE: usize = 4;
+/// Bytes of what they write, at most.
+const MAX_PROBE: usize = 4096;
 
 /// Tries a conditional write until there is an answer: whether it was done. One that was done without an answer is refused
 /// when it is tried again.
@@ -160,7 +177,28 @@ fn probe(store: &dyn ChunkStore) -> Result<(), OpenError> {
     if (swap(None)? && swap(None)?) || swap(Some(&store.no_tag()))? {
         return Err(OpenError::Careless(store.describe()));
     }
-    Ok(())
+    // Of several at once, at most one may win: a store that first checks and then writes lets others in between.
+    let Some((_, tag)) = store.look(PROBE, MAX_PROBE)? else {
+        return Ok(());
+    };
+    let values = (0..AT_ONCE).map(|_| Ok([&value[..], &fresh()?].concat().into()));
+    let values = values.collect::<Result<Vec<Bytes>, DeviceError>>()?;
+    let start = Barrier::new(AT_ONCE);
+    let won = std::thread::scope(|scope| {
+        let threads = values.into_iter().map(|value| {
+            scope.spawn(|| {
+                start.wait();
+                matches!(store.swap(PROBE, Some(&tag), value), Ok(Some(_)))
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let won = threads.into_iter().map(|t| t.join().unwrap_or(false));
+        won.filter(|won| *won).count()
+    });
+    match won {
+        0 | 1 => Ok(()),
+        _ => Err(OpenError::Careless(store.describe())),
+    }
 }
 
 impl StoreDevice {
@@ -191,30 +229,41 @@ impl StoreDevice {
         let mut header = before.clone();
         header.session += 1;
         header.is_clean = false;
+        header.nonce = fresh()?;
         header.commits = header.commits.saturating_add(1);
         header.holder = Some(Holder {
             token: options.token,
             since_unix: now_unix(),
             text: options.holder.clone(),
         });
-        let tag = match write_header(&*store, &tag, &before, &header, false) {
+        let tag = match write_header(&*store, &tag, &before, &header, None) {
             Outcome::Written(tag) => tag,
             // It may be that another took the lease meanwhile, or that this one was lost.
             Outcome::Refused(error) => {
                 if let Some((now, _)) = read_header(&*store)? {
                     check_holder(&*store, &now, options)?;
+                    if (now.id, now.session) == (before.id, before.session) {
+                        // A write of the process before this one has arrived.
+                        return Err(DeviceError::Unavailable(format!(
+                            "{}: its header was written at this moment: try again",
+                            store.describe()
+                        ))
+                        .into());
+                    }
                 }
                 return Err(error.into());
             }
             Outcome::Unsure(error) => return Err(error.into()),
         };
+        // What the session before has written and perhaps not made durable is from now on.
+        store.settle()?;
         let swept = (!before.is_clean).then(|| read_table(&*store, &before.id, &before.pages));
         let swept = swept.transpose()?;
         let session = header.session;
         let committed = Committed::new(header, tag);
         let device = StoreDevice::new(store, committed, table, false, options.max_buffer)?;
         if let Some(table) = swept {
-            device.inner.doomed.set_untidy(true);
+            device.inner.doomed.set_unswept(true);
             let inner = Arc::clone(&device.inner);
             let sweeping = std::thread::Builder::new().name("store-sweep".into());
             let sweeping = sweeping.spawn(move || {
@@ -277,8 +326,9 @@ pub fn break_lease(store: &dyn ChunkStore) -> Result<Option<Holder>, OpenError> 
         };
         let mut header = before.clone();
         header.holder = None;
+        header.nonce = fresh()?;
         header.commits = header.commits.saturating_add(1);
-        match write_header(store, &tag, &before, &header, false) {
+        match write_header(store, &tag, &before, &header, None) {
             Outcome::Written(_) => return Ok(Some(held)),
             // Its holder flushed in between.
             Outcome::Refused(error) => last = error,

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use self::connection::{Command, Connection, command};
 use self::reply::Reply;
 use super::address::RedisServer;
+use super::format::random;
 use super::store::{ChunkStore, Each, Promise, Tag, Wanted};
 
 /// Bytes of the disk in a value: r3map's chunk.
@@ -35,6 +36,10 @@ const SETTLE: Duration = Duration::from_secs(50);
 /// Bytes of the largest reply but for values: a page of keys, settings.
 const MAX_SMALL: usize = 64 << 10;
 
+/// The key that is written before the server is asked to wait for its disk.
+const SYNC: &str = "sync";
+/// Pages of a listing: some 1000 keys each.
+const MAX_PAGES: u32 = 1 << 22;
 /// Bytes of a key in a listing.
 const MAX_KEY: usize = 4096;
 
@@ -113,7 +118,10 @@ impl RedisStore {
             io::ErrorKind::PermissionDenied => {
                 DeviceError::Unavailable(format!("{text} ({PASSWORDS})"))
             }
-            io::ErrorKind::InvalidData => DeviceError::Corrupt(text),
+            // It says nothing of what is stored. A refusal of TLS may end: certificates are renewed.
+            io::ErrorKind::InvalidData if !connection::is_tls(error) => {
+                DeviceError::Io(Arc::new(io::Error::other(text)))
+            }
             _ => DeviceError::Unavailable(text),
         }
     }
@@ -188,7 +196,8 @@ impl RedisStore {
     }
 
     fn strange(&self) -> DeviceError {
-        DeviceError::Corrupt(format!("{}: the server answered something else", self.text))
+        let text = format!("{}: the server answered something else", self.text);
+        DeviceError::Io(Arc::new(io::Error::other(text)))
     }
 }
 
@@ -308,7 +317,7 @@ impl ChunkStore for RedisStore {
     fn list(&self, prefix: &str, each: &mut dyn FnMut(&str)) -> Result<(), DeviceError> {
         let (pattern, own) = (format!("{}*", self.key(prefix)), self.prefix.len() + 1);
         let mut cursor = "0".to_owned();
-        loop {
+        for _ in 0..MAX_PAGES {
             let scan = command(&["SCAN", &cursor, "MATCH", &pattern, "COUNT", "1000"]);
             let replies = self.patiently(&[scan], MAX_KEY)?;
             let reply = replies.first().ok_or_else(|| self.strange())?;
@@ -328,6 +337,8 @@ impl ChunkStore for RedisStore {
                 return Ok(());
             }
         }
+        let text = format!("{}: a listing of keys does not end", self.text);
+        Err(DeviceError::Io(Arc::new(io::Error::other(text))))
     }
 
     fn look(&self, key: &str, most: usize) -> Result<Option<(Bytes, Tag)>, DeviceError> {
@@ -350,7 +361,7 @@ impl ChunkStore for RedisStore {
 
     fn swap(&self, key: &str, was: Option<&Tag>, value: Bytes) -> Result<Option<Tag>, DeviceError> {
         let was = was.and_then(|tag| tag.etag.as_deref()).unwrap_or_default();
-        let new = format!("{:032x}", fastrand::u128(..));
+        let new = format!("{:032x}", u128::from_le_bytes(random()?));
         let mut swap: Command<'_> = command(&["EVAL", SWAP, "1", &self.key(key), was, &new]);
         swap.push(Cow::Borrowed(&value[..]));
         let replies = self.once(&[swap], MAX_SMALL).map_err(|e| {
@@ -382,9 +393,17 @@ impl ChunkStore for RedisStore {
         if !self.can_wait {
             return Ok(());
         }
+        // It waits for writes of its own connection only: so there is one, after all others.
         let limit = SETTLE.as_millis().to_string();
-        let replies = self.patiently(&[command(&["WAITAOF", "1", "0", &limit])], MAX_SMALL)?;
+        let write = command(&["SET", &self.key(SYNC), "1"]);
+        let wait = command(&["WAITAOF", "1", "0", &limit]);
+        let replies = self.patiently(&[write, wait], MAX_SMALL)?;
         match replies.first() {
+            Some(Reply::Status(_)) => {}
+            Some(Reply::Error(why)) => return Err(self.refused(why)),
+            _ => return Err(self.strange()),
+        }
+        match replies.get(1) {
             Some(Reply::Error(why)) => Err(self.refused(why)),
             Some(reply) => match reply.elements().first() {
                 Some(Reply::Number(1..)) => Ok(()),

@@ -24,8 +24,10 @@ pub struct Doomed {
 #[derive(Default)]
 struct Waiting {
     keys: VecDeque<String>,
-    /// Something may be left that nothing will remove but a sweep.
+    /// Something may be left that nothing will remove but the sweep of the next session.
     is_untidy: bool,
+    /// What former sessions left is not removed yet.
+    is_unswept: bool,
     finishing: bool,
 }
 
@@ -42,15 +44,20 @@ impl Doomed {
         self.changed.notify_all();
     }
 
-    /// Notes that something is left, or that all of it was removed.
-    pub fn set_untidy(&self, is_untidy: bool) {
-        self.state.lock().is_untidy = is_untidy;
+    /// Notes that this session may have left something that it will not remove.
+    pub fn set_untidy(&self) {
+        self.state.lock().is_untidy = true;
+    }
+
+    /// Notes that former sessions have left something, or that all of it was removed.
+    pub fn set_unswept(&self, is_unswept: bool) {
+        self.state.lock().is_unswept = is_unswept;
     }
 
     /// Whether nothing is left.
     pub fn is_tidy(&self) -> bool {
         let state = self.state.lock();
-        state.keys.is_empty() && !state.is_untidy
+        state.keys.is_empty() && !state.is_untidy && !state.is_unswept
     }
 
     /// Lets [`Doomed::remove_always`] end when it has removed what there is.
@@ -138,7 +145,7 @@ pub fn sweep(
         Some(error) => tracing::info!("{}: cannot tidy up: {error}", store.describe()),
         None if doomed.is_finishing() => {}
         None => {
-            doomed.set_untidy(false);
+            doomed.set_unswept(false);
             tracing::info!("{}: {found} unused objects removed", store.describe());
         }
     }

@@ -89,6 +89,11 @@ impl Table {
         self.dirty.insert(index / PER_PAGE);
     }
 
+    /// Notes a version that may have been written, and that nothing will name.
+    pub fn stray(&mut self, index: u64, version: Version) {
+        self.strays.push((index, version));
+    }
+
     /// Whether something has changed since the last commit.
     pub fn is_changed(&self) -> bool {
         !self.dirty.is_empty()
@@ -146,7 +151,7 @@ impl Table {
 mod tests {
     use super::*;
 
-    fn replaced(changes: &Changes) -> Vec<(u64, u64)> {
+    fn replaced(changes: &Changes) -> Vec<(u64, u128)> {
         let mut all: Vec<_> = changes.replaced().map(|(i, v)| (i, v.0)).collect();
         all.sort_unstable();
         all

@@ -21,10 +21,15 @@ pub enum StoreFault {
     Late,
     /// The credentials have expired: nothing is done.
     Denied,
+    /// Nothing is done, and what is answered cannot be understood.
+    Strange,
 }
 
 /// How many requests later a late one is done.
 const LATE: Range<u64> = 1..12;
+
+/// Between a check and the write of a racy store.
+const RACE: std::time::Duration = std::time::Duration::from_millis(200);
 
 type Values = BTreeMap<String, (Bytes, u64)>;
 
@@ -50,6 +55,7 @@ pub struct MemoryStore {
     state: Mutex<State>,
     choose: Mutex<Option<Box<Choose>>>,
     is_careless: bool,
+    is_racy: bool,
 }
 
 impl MemoryStore {
@@ -68,7 +74,17 @@ impl MemoryStore {
         }
     }
 
-    /// Lets requests fail: `choose` is called with each one's kind (`get`, `put`, `remove`, `list`, `look`, `swap`) and key.
+    /// One that checks conditions of writes, and then writes.
+    #[must_use]
+    pub fn racy() -> Self {
+        MemoryStore {
+            is_racy: true,
+            ..Self::default()
+        }
+    }
+
+    /// Lets requests fail: `choose` is called with each one's kind (`get`, `put`, `remove`, `list`, `look`, `swap`, `settle`)
+    /// and key.
     pub fn fail(&self, choose: impl FnMut(&str, &str) -> Option<StoreFault> + Send + 'static) {
         *self.choose.lock() = Some(Box::new(choose));
     }
@@ -142,6 +158,7 @@ impl MemoryStore {
         match fault {
             None => Ok(act(&mut state)),
             Some(StoreFault::Refused) => Err(failed("refused")),
+            Some(StoreFault::Strange) => Err(DeviceError::Corrupt("memory: strange".into())),
             Some(StoreFault::Denied) => Err(failed("403 Forbidden")),
             Some(StoreFault::LostAnswer) => {
                 act(&mut state);
@@ -243,6 +260,14 @@ impl ChunkStore for MemoryStore {
 
     fn swap(&self, key: &str, was: Option<&Tag>, value: Bytes) -> Result<Option<Tag>, DeviceError> {
         let late = || Some(Write::Swap(key.to_owned(), was.cloned(), value.clone()));
+        if self.is_racy {
+            let now = self.state.lock().values.get(key).map(|(_, tag)| of(*tag));
+            if now.as_ref() != was {
+                return Ok(None);
+            }
+            std::thread::sleep(RACE);
+            return Ok(Some(of(self.state.lock().put(key.to_owned(), value))));
+        }
         self.act("swap", key, late, |state| {
             state.swap(key.to_owned(), was, value.clone(), self.is_careless)
         })
@@ -253,7 +278,7 @@ impl ChunkStore for MemoryStore {
     }
 
     fn settle(&self) -> Result<(), DeviceError> {
-        Ok(())
+        self.act("settle", "", || None, |_| ())
     }
 
     fn promise(&self) -> Promise {

@@ -8,6 +8,9 @@ use super::testing::{MemoryStore, StoreFault};
 use super::*;
 use crate::testing::contract;
 
+mod promises;
+mod writers;
+
 const SIZE: u64 = 300_000;
 const MINE: [u8; 16] = [1; 16];
 const THEIRS: [u8; 16] = [2; 16];
@@ -239,16 +242,23 @@ fn values_that_are_lost_mangled_or_old_are_errors_and_never_zeros() {
             continue;
         }
         is_damaged(&device);
-        // A write to a part of it cannot be kept, and the flush says so, once.
+        // A write to a part of it cannot be kept, and every flush says so, although it keeps all else.
         device.write(20, b"more").unwrap();
         let error = device.flush().unwrap_err();
         assert!(matches!(error, DeviceError::Corrupt(_)), "{what}: {error}");
-        device.flush().unwrap();
         is_damaged(&device);
         // One to all of it can.
         device.write(0, &[5; 16 << 10]).unwrap();
+        device.write(60_000, b"kept").unwrap();
+        for result in [device.flush(), device.flush(), device.close()] {
+            assert!(matches!(result, Err(DeviceError::Corrupt(_))), "{what}");
+        }
+        // The lease is given back nevertheless, and the disk is whole again.
+        device.close().unwrap();
+        let device = open(&store);
         device.flush().unwrap();
-        device.read(0, &mut [0; 100]).unwrap();
+        let read = content(&device).unwrap();
+        assert!(read[..16 << 10].iter().all(|b| *b == 5) && &read[60_000..60_004] == b"kept");
     }
     // A page of the table, or the header.
     store.restore(whole.clone());
@@ -457,7 +467,7 @@ fn numbers_at_their_limits_are_no_bugs() {
         .err()
         .unwrap();
     assert!(matches!(refused, OpenError::WornOut(_)), "{refused}");
-    change(|header| header.pages[0] = format::Version(u64::MAX));
+    change(|header| header.pages[0] = format::Version(u128::MAX));
     break_lease(&*store).unwrap();
     let mut read_only = options(MINE);
     read_only.read_only = true;

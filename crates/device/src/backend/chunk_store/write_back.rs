@@ -44,7 +44,7 @@ impl Inner {
     }
 
     /// Parts of objects, as they were written with these versions.
-    fn fetch(&self, wanted: &[(u64, Version, Range<usize>)]) -> Vec<Result<Fetched, DeviceError>> {
+    fn fetch(&self, wanted: &[(u64, Version, Range<usize>)]) -> Vec<Result<Fetched, Failed>> {
         let spans: Vec<_> = wanted
             .iter()
             .map(|(index, _, range)| format::span(&self.header, *index, range))
@@ -62,12 +62,12 @@ impl Inner {
             |((index, version, _), span): (&(u64, Version, Range<usize>), format::Span)| {
                 let unanswered =
                     || Err(DeviceError::Unavailable("the store did not answer".into()));
-                let bytes = answers.next().unwrap_or_else(unanswered)?;
-                let bytes = bytes.ok_or_else(|| {
-                    self.missing(
+                let bytes = answers.next().unwrap_or_else(unanswered);
+                let bytes = bytes.map_err(Failed::Now)?.ok_or_else(|| {
+                    Failed::Lost(self.missing(
                         *index,
                         "are missing: the store has lost what it had acknowledged",
-                    )
+                    ))
                 })?;
                 let mut content = vec![0; span.covers.len()];
                 match format::decode_span(
@@ -81,9 +81,9 @@ impl Inner {
                         start: span.covers.start,
                         content,
                     }),
-                    false => {
-                        Err(self.missing(*index, "are damaged in the store: their digests differ"))
-                    }
+                    false => Err(Failed::Lost(
+                        self.missing(*index, "are damaged in the store: their digests differ"),
+                    )),
                 }
             };
         wanted.iter().zip(spans).map(decode).collect()
@@ -145,7 +145,7 @@ impl Inner {
                         let now = self.state.lock().table.get(part.index);
                         match was.is_some_and(|(_, version, _)| *version != now) {
                             true => left.push(part),
-                            false => failure = Some(error),
+                            false => failure = Some(error.into()),
                         }
                     }
                 }
@@ -228,7 +228,7 @@ impl Inner {
                     slot.content = Arc::new(merged(base.content, &slot.content, &slot.known));
                     slot.known.add(whole);
                 }
-                Some(Err(error)) => result = Err(error),
+                Some(Err(error)) => result = Err(error.into()),
                 None => {}
             }
         }
@@ -290,13 +290,11 @@ impl Inner {
             self.write_back(&batch)?;
             state = self.state.lock();
         }
-        match state.lost.take() {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    /// Writes objects that [`begin`] has chosen to the store. What cannot be completed is dropped: the next flush fails.
+    /// Writes objects that [`begin`] has chosen to the store. What can never be completed is dropped, and
+    /// flushes fail from then on.
     fn write_back(&self, batch: &[u64]) -> Result<(), DeviceError> {
         let mut slots: Vec<(u64, Arc<Vec<u8>>, Ranges, Version)> = Vec::new();
         {
@@ -319,7 +317,7 @@ impl Inner {
             false => self.fetch(&wanted),
         }
         .into_iter();
-        let mut results: Vec<(u64, Result<Version, DeviceError>)> = Vec::new();
+        let mut results: Vec<(u64, Result<Version, Failed>)> = Vec::new();
         let mut puts = Vec::new();
         for (index, content, known, version) in slots {
             let whole = match (is_partial(&content, &known), version.is_some()) {
@@ -343,7 +341,7 @@ impl Inner {
                     let bytes = format::encode_object(&self.header, index, version, &whole);
                     puts.push((index, version, bytes));
                 }
-                Err(error) => results.push((index, Err(error))),
+                Err(error) => results.push((index, Err(Failed::Now(error)))),
             }
         }
         let keys: Vec<_> = puts
@@ -357,7 +355,10 @@ impl Inner {
         if !values.is_empty() {
             let put = self.store.put(values);
             let put = keys.into_iter().zip(put);
-            results.extend(put.map(|((index, version), done)| (index, done.map(|()| version))));
+            results.extend(put.map(|((index, version), done)| {
+                let done = done.map_err(|error| Failed::Put(error, version));
+                (index, done.map(|()| version))
+            }));
         }
         self.settle_batch(batch, results)
     }
@@ -366,7 +367,7 @@ impl Inner {
     fn settle_batch(
         &self,
         batch: &[u64],
-        results: Vec<(u64, Result<Version, DeviceError>)>,
+        results: Vec<(u64, Result<Version, Failed>)>,
     ) -> Result<(), DeviceError> {
         let mut failure = None;
         let mut state = self.state.lock();
@@ -382,13 +383,19 @@ impl Inner {
                     state.table.set(index, version);
                     state.failed = None;
                 }
-                Err(error @ DeviceError::Corrupt(_)) => {
+                Err(Failed::Lost(error)) => {
                     // What it stood in is lost, and so is this.
                     self.log(&error);
                     state.buffer.remove(index);
                     state.lost = Some(error);
                 }
                 Err(error) => {
+                    if let Failed::Put(_, version) = error {
+                        // It may have arrived, or may arrive yet, after it was removed.
+                        state.table.stray(index, version);
+                        self.doomed.set_untidy();
+                    }
+                    let error = DeviceError::from(error);
                     state.failed = Some((error.clone(), Instant::now()));
                     failure = Some(error);
                 }
@@ -412,6 +419,24 @@ fn begin(state: &mut State, count: u64, most: u64) -> Vec<u64> {
         }
     }
     batch
+}
+
+/// Why an object could not be read or written.
+enum Failed {
+    /// The store does not have it as it was written, and never will.
+    Lost(DeviceError),
+    /// It was not answered, or refused.
+    Now(DeviceError),
+    /// It was not acknowledged that it was written, with this version.
+    Put(DeviceError, Version),
+}
+
+impl From<Failed> for DeviceError {
+    fn from(failed: Failed) -> DeviceError {
+        match failed {
+            Failed::Lost(error) | Failed::Now(error) | Failed::Put(error, _) => error,
+        }
+    }
 }
 
 /// Bytes of an object that are in the buffer, and where.

@@ -22,6 +22,13 @@ const MAX_PASSWORD: u64 = 4096;
 /// Arguments of a command, the first being its name.
 pub type Command<'a> = Vec<Cow<'a, [u8]>>;
 
+/// Whether an error is one of TLS.
+pub fn is_tls(error: &io::Error) -> bool {
+    error
+        .get_ref()
+        .is_some_and(|error| error.is::<rustls::Error>())
+}
+
 /// A command of text.
 pub fn command(words: &[&str]) -> Command<'static> {
     let words = words

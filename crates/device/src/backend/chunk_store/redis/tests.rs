@@ -65,10 +65,7 @@ fn values_are_conditional_listed_and_removed() {
         Some((value("three"), second.unwrap()))
     );
     // One that is longer than it may be.
-    assert!(matches!(
-        store.look("disk", 3),
-        Err(DeviceError::Corrupt(_))
-    ));
+    assert!(matches!(store.look("disk", 3), Err(DeviceError::Io(_))));
     assert_eq!(store.look("none", 100).unwrap(), None);
 
     let keys: Vec<_> = (0..3000).map(|n| format!("o/{n:06x}")).collect();
@@ -202,4 +199,99 @@ fn a_host_without_a_server_is_said_soon() {
         error.is_transient() && error.to_string().contains("redis://127.0.0.1:1/0"),
         "{error}"
     );
+}
+
+/// What was written to a server, and what of it is on its disk.
+#[derive(Default)]
+struct Log {
+    written: u64,
+    synced: u64,
+}
+
+/// A server with the `WAITAOF` of Redis 7.2: it waits for what its own connection has written, and for nothing else.
+fn waiting_server() -> (RedisServer, Arc<Mutex<Log>>) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let log = Arc::new(Mutex::new(Log::default()));
+    let shared = log.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            let log = shared.clone();
+            std::thread::spawn(move || answer(stream, &log));
+        }
+    });
+    let address = format!("redis://127.0.0.1:{port}?prefix=a").parse();
+    match address.unwrap() {
+        StoreAddress::Redis(server, _) => (server, log),
+        other => panic!("{other}"),
+    }
+}
+
+fn answer(mut stream: std::net::TcpStream, log: &Mutex<Log>) {
+    use std::io::Write;
+    let mut from = io::BufReader::new(stream.try_clone().unwrap());
+    let mut own = 0;
+    while let Ok(request) = reply::read(&mut from, 1 << 20) {
+        let words: Vec<_> = request.elements().iter().map(Reply::text).collect();
+        let mut log = log.lock();
+        let answer = match (words.first().copied().flatten(), words.get(2)) {
+            (Some("PING"), _) => "+PONG\r\n",
+            (Some("CONFIG"), Some(Some("appendonly"))) => "*2\r\n$1\r\nx\r\n$3\r\nyes\r\n",
+            (Some("CONFIG"), Some(Some("appendfsync"))) => "*2\r\n$1\r\nx\r\n$8\r\neverysec\r\n",
+            (Some("CONFIG"), _) => "*0\r\n",
+            (Some("WAITAOF"), _) => {
+                log.synced = log.synced.max(own);
+                "*2\r\n:1\r\n:0\r\n"
+            }
+            (Some(write @ ("SET" | "EVAL")), _) => {
+                log.written += 1;
+                own = log.written;
+                match write {
+                    "SET" => "+OK\r\n",
+                    _ => ":1\r\n",
+                }
+            }
+            _ => "-ERR unknown command\r\n",
+        };
+        drop(log);
+        if stream.write_all(answer.as_bytes()).is_err() {
+            return;
+        }
+    }
+}
+
+/// Other connections' writes are waited for, too.
+#[test]
+fn what_any_connection_wrote_is_on_the_disk_after_it_was_settled() {
+    let (server, log) = waiting_server();
+    let store = RedisStore::connect(server, "a", "a test").unwrap();
+    assert!(store.promise().is_durable && store.can_wait);
+    store.swap("disk", None, Bytes::from_static(b"x")).unwrap();
+    let header = log.lock().written;
+    assert!(log.lock().synced < header);
+    // The next request goes over another connection.
+    let other = Connection::open(&store.server).unwrap();
+    store.idle.lock().push(other);
+    store.settle().unwrap();
+    assert!(log.lock().synced >= header);
+}
+
+/// What is no answer of Redis, or no TLS, says nothing of what is stored.
+#[test]
+fn answers_of_something_else_are_no_loss() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        use std::io::Write;
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let _ = io::Read::read(&mut stream, &mut [0; 100]);
+            let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+        }
+    });
+    for (scheme, is_transient) in [("redis", false), ("rediss", true)] {
+        let url = format!("{scheme}://127.0.0.1:{port}?prefix=a");
+        let error = url.parse::<StoreAddress>().unwrap().store().err().unwrap();
+        assert!(!matches!(error, DeviceError::Corrupt(_)), "{error}");
+        assert_eq!(error.is_transient(), is_transient, "{error}");
+    }
 }
