@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::CommandFactory;
-use clap::error::ErrorKind;
+use clap::error::{ContextValue, ErrorKind};
 use drover_agent::error::{Error, Kind, chain, one_line};
 use drover_net::{Code, NetError};
 use drover_teleport::TeleportError;
@@ -25,14 +25,29 @@ pub fn of_arguments(error: &clap::Error) -> ExitCode {
         ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             out::note(&Cli::command().render_help().to_string())
         }
-        _ => {
-            let text = error.to_string();
-            let parts = text.trim_end().split("\n\n");
-            let parts: Vec<&str> = parts.filter(|part| !part.starts_with("Usage:")).collect();
-            out::note(&without_passwords(&parts.join("\n\n")));
-        }
+        _ => out::note(&shown(error)),
     }
     ExitCode::from(Kind::Usage as u8)
+}
+
+/// A usage error without its usage line, and without what URLs in it name: secrets have any characters.
+fn shown(error: &clap::Error) -> String {
+    let mut text = error.to_string();
+    let given = error.context().flat_map(|(_, value)| match value {
+        ContextValue::String(value) => vec![value.as_str()],
+        ContextValue::Strings(values) => values.iter().map(String::as_str).collect(),
+        _ => Vec::new(),
+    });
+    for value in given {
+        if let Some((scheme, rest)) = value.split_once("://")
+            && !rest.is_empty()
+        {
+            text = text.replace(value, &format!("{scheme}://..."));
+        }
+    }
+    let parts = text.trim_end().split("\n\n");
+    let parts: Vec<&str> = parts.filter(|part| !part.starts_with("Usage:")).collect();
+    without_passwords(&parts.join("\n\n"))
 }
 
 /// A text without the passwords of URLs in it: what is not accepted as an argument is repeated, and may be logged.
@@ -111,6 +126,30 @@ pub fn of_opening(error: impl Into<TeleportError>) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_url_that_is_refused_is_not_repeated() {
+        use clap::Parser;
+        for url in [
+            "redis://:pa/ss@h/0",
+            "redis://h/3?password=pa/ss",
+            "s3://AKIA:pa/ss@bucket/x",
+            "s3://AKIA:pa' /ss@bucket/x",
+        ] {
+            for words in [
+                &["mount", url, "/mnt"][..],
+                &["mounts", "break", url],
+                &["mounts", url],
+            ] {
+                let Err(error) = Cli::try_parse_from([&["drover"], words].concat()) else {
+                    panic!("{words:?} is accepted");
+                };
+                let shown = shown(&error);
+                assert!(!shown.contains("pa") || !shown.contains("ss@"), "{shown}");
+                assert!(!shown.contains("pa/ss"), "{shown}");
+            }
+        }
+    }
 
     #[test]
     fn passwords_in_urls_are_not_repeated() {
