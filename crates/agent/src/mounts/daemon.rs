@@ -20,7 +20,7 @@ use super::lease;
 use super::left::Left;
 use super::moving::{self, AbortMove, MoveDisk, Moving};
 use super::profiling::{Profiling, StartProfile, StopProfile};
-use super::record::{Front, How, Kept, Place, Record, boot};
+use super::record::{Front, How, Kept, Place, Record};
 use super::replicating::{Kept as Replicated, ReplicateDisk};
 use super::standby;
 use super::start::Ready;
@@ -29,7 +29,7 @@ use crate::error::{Context, Error, Result, bail, failed, one_line, refusal_of};
 use crate::home::Home;
 use crate::notice::{notice, tell_starter};
 use crate::signals::{self, Stop};
-use crate::text::{bytes, clean, now_unix};
+use crate::text::{bytes, clean};
 
 mod handing_over;
 mod holding;
@@ -140,12 +140,7 @@ pub async fn keep(
             return Err(e);
         }
     };
-    record.devices = shown.devices();
-    record.process = std::process::id();
-    record.since_unix = now_unix();
-    record.boot = boot();
-    record.unmounted = false;
-    record.handing_over = false;
+    record.is_up(shown.devices());
     place.write(&record)?;
     let lines = shown.lines(&record);
     let notes = disks.iter().filter_map(|disk| disk.note(&record.how));
@@ -292,7 +287,10 @@ impl Handler<GetStatus> for Requests {
         _: GetStatus,
         _: &mut Exchange<'_, GetStatus>,
     ) -> Result<Status, Refusal> {
-        Ok(self.0.status())
+        // It may wait for what is being pushed.
+        let daemon = Arc::clone(&self.0);
+        let status = tokio::task::spawn_blocking(move || daemon.status());
+        status.await.map_err(failed)
     }
 }
 

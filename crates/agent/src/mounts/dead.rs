@@ -68,6 +68,7 @@ pub async fn end(
     let mut record = record.clone();
     record.how.prefetch = Prefetch::None;
     record.how.record = None;
+    record.never_up = false;
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         if let Some(disk) = image.outside() {
@@ -101,6 +102,16 @@ pub async fn end(
                         one_line(&e)
                     ),
                 ));
+            }
+            // Its cache may be all that is left of the disk.
+            Err(e)
+                if image.store().is_some()
+                    && e.code() == Some(Code::NotFound)
+                    && !how.discard
+                    && !how.keep_cache
+                    && place.left(index)?.is_some() =>
+            {
+                return Err(e);
             }
             Err(e) => {
                 tracing::debug!("{image}: {e:#}");

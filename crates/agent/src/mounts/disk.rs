@@ -141,9 +141,9 @@ impl Disk {
         let how = &record.how;
         let mode = mode(image, how);
         if let Some(address) = image.store() {
-            let (address, how, name) = (address.clone(), how.clone(), record.name.clone());
-            let (mount, cache) = (mount_id(record, index), place.cache(index));
-            let open = move || stored::open(&address, &how, &name, mount, &cache, offline);
+            let (address, record) = (address.clone(), record.clone());
+            let (mount, cache) = (mount_id(&record, index), place.cache(index));
+            let open = move || stored::open(&address, &record, mount, &cache, offline);
             let (device, stored) = tokio::task::spawn_blocking(open).await??;
             return Ok(Disk::new(image, mode, device, Kind::Stored(stored)));
         }

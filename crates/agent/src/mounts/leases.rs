@@ -69,15 +69,21 @@ impl Broken {
     pub fn of(disk: &str, holder: Option<chunk_store::Holder>) -> Broken {
         Broken {
             image: disk.to_owned(),
-            writer: holder.map(|holder| Writer {
-                peer: String::new(),
-                mount: MountId(holder.token).to_string(),
-                note: holder.text,
-                since_unix: holder.since_unix,
-                term_seconds: None,
-            }),
+            writer: holder.map(Writer::from),
             damaged: false,
             thawed: false,
+        }
+    }
+}
+
+impl From<chunk_store::Holder> for Writer {
+    fn from(holder: chunk_store::Holder) -> Writer {
+        Writer {
+            peer: String::new(),
+            mount: MountId(holder.token).to_string(),
+            note: holder.text,
+            since_unix: holder.since_unix,
+            term_seconds: None,
         }
     }
 }
@@ -240,7 +246,7 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
 ///
 /// # Errors
 /// When a mount of this home that runs has it, there is no such disk, or the store does not respond.
-pub fn stored_lease(home: &Home, address: &StoreAddress) -> Result<Option<String>> {
+pub fn stored_lease(home: &Home, address: &StoreAddress) -> Result<Option<Writer>> {
     for (place, record) in Place::list(home)? {
         let is_it = |image: &Target| image.store() == Some(address);
         if record.images.iter().any(is_it) && !record.how.read_only && place.is_kept() {
@@ -252,15 +258,24 @@ pub fn stored_lease(home: &Home, address: &StoreAddress) -> Result<Option<String
     }
     let store = address.store()?;
     let holder = chunk_store::holder(&*store).map_err(refused)?;
-    Ok(holder.map(|holder| holder.text))
+    Ok(holder.map(Writer::from))
 }
 
-/// Revokes the write lease of a disk in a store.
+/// Revokes the write lease that this mount has of a disk in a store.
 ///
 /// # Errors
-/// When there is no such disk, or the store does not respond.
-pub fn break_stored(address: &StoreAddress) -> Result<Broken> {
+/// When there is no such disk, another has its lease by now, or the store does not respond.
+pub fn break_stored(address: &StoreAddress, writer: &Writer) -> Result<Broken> {
     let store = address.store()?;
+    let now = chunk_store::holder(&*store).map_err(refused)?;
+    if let Some(now) = now.map(Writer::from)
+        && now.mount != writer.mount
+    {
+        return Err(Error::refused(format!(
+            "another mount has the write lease of {address} by now: {}",
+            now.note
+        )));
+    }
     let holder = chunk_store::break_lease(&*store).map_err(refused)?;
     Ok(Broken::of(&address.to_string(), holder))
 }

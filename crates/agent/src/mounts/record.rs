@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use super::target::{Listen, LocalDisk, Prefetch, Target};
 use crate::error::{Context, Error, Result, bail};
 use crate::home::{Home, make_dir};
+use crate::text::now_unix;
 
 /// How long another process may hold the lock of a mount just to check it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
@@ -214,6 +215,9 @@ pub struct Record {
     /// opened from its cache alone.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub handing_over: bool,
+    /// It was never up: only then is a disk in a store made for it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub never_up: bool,
 }
 
 /// The directory of one mount. The process that serves the mount holds its lock.
@@ -508,7 +512,18 @@ impl Record {
             // Cleared once the mount is up.
             unmounted: before.is_some_and(|b| b.unmounted),
             handing_over: before.is_some_and(|b| b.handing_over),
+            never_up: before.is_none_or(|b| b.never_up),
         }
+    }
+
+    /// It is up in this process, with these devices.
+    pub fn is_up(&mut self, devices: Vec<PathBuf>) {
+        self.devices = devices;
+        self.process = std::process::id();
+        self.since_unix = now_unix();
+        self.boot = boot();
+        (self.unmounted, self.handing_over) = (false, false);
+        self.never_up = false;
     }
 
     /// Whether `what` names this mount: its name, path, device or socket, as printed when it was mounted.

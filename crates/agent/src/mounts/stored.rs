@@ -2,33 +2,31 @@
 //! store for a site: what is written goes to the cache and is pushed in epochs, each of which is in the store as a whole or
 //! not at all. Such a mount can begin and go on while the store cannot be reached. Without a cache, requests go to the store.
 
+mod late;
+mod opening;
+
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use drover_core::{
-    BlockDevice, Capabilities, Cost, DeviceError, Digest, Extent, ExtentKind, Zeroes, check_range,
-};
-use drover_device::backend::StoreDevice;
-use drover_device::backend::chunk_store::{
-    Epochs, NewStore, OpenError, StoreAddress, StoreOptions, create,
-};
+use drover_core::BlockDevice;
+use drover_device::backend::chunk_store::{NewStore, StoreAddress, StoreOptions};
 use drover_device::builder::{Managed, Stack};
 use drover_device::local_remote::{Committer, LocalRemote};
-use drover_device::remote::{Change, Epoch, Link, Remote, Shape};
+use drover_device::remote::{Link, Remote, Shape};
 use drover_device::synced::{CacheContents, Order, Sync, SyncedOptions};
-use drover_net::Code;
 use drover_storage::HostDirectory;
 use drover_store::lease::MountId;
-use parking_lot::Mutex;
 
+use self::late::{Late, digest};
+use self::opening::{Failed, Opening};
 use super::profiling;
-use super::record::{How, SyncMode};
+use super::record::{How, Record, SyncMode};
 use super::status::DiskStatus;
 use super::target::Prefetch;
-use crate::error::{Context, Error, Result, bail};
+use crate::error::{Context, Result, bail};
 use crate::vaults;
 
 /// Requests to a store at once.
@@ -36,9 +34,6 @@ const THREADS: usize = 8;
 
 /// How long giving a lease back may take.
 const RELEASE_LIMIT: Duration = Duration::from_secs(20);
-
-/// The pause between attempts to open a disk whose store could not be reached.
-const AGAIN: Duration = Duration::from_secs(2);
 
 /// A cache and what it is of.
 type Cache = (Managed, Arc<LocalRemote>);
@@ -51,98 +46,39 @@ pub struct Stored {
     is_released: AtomicBool,
 }
 
-/// Why a disk was not opened.
-enum Failed {
-    /// Its store cannot be reached now.
-    Away(String),
-    /// Another reason.
-    Finally(Error),
-}
-
-impl From<Failed> for Error {
-    fn from(failed: Failed) -> Error {
-        match failed {
-            Failed::Away(why) => Error::coded(Code::Unavailable, why),
-            Failed::Finally(error) => error,
-        }
-    }
-}
-
-fn failed(error: OpenError, address: &StoreAddress) -> Failed {
-    if error.is_transient() {
-        return Failed::Away(error.to_string());
-    }
-    Failed::Finally(match error {
-        OpenError::Absent(_) => Error::refused(format!("{error}; --size SIZE makes one")),
-        OpenError::Held { .. } => Error::refused(format!(
-            "{error}; if that mount is gone for good, `drover mounts break '{address}'` ends its lease"
-        )),
-        OpenError::Store(error) => Error::from(error),
-        error => Error::refused(error.to_string()),
-    })
-}
-
-/// How a mount opens a disk.
-struct Opening {
-    address: StoreAddress,
-    options: StoreOptions,
-    /// Of a disk that is made if there is none.
-    new: Option<NewStore>,
-}
-
-impl Opening {
-    fn open(&self) -> Result<StoreDevice, Failed> {
-        let failed = |error| failed(error, &self.address);
-        let store = self.address.store().map_err(|e| failed(e.into()))?;
-        let opened = match StoreDevice::open(Arc::clone(&store), &self.options) {
-            Err(OpenError::Absent(_)) if let Some(new) = self.new => {
-                create(&*store, new).map_err(failed)?;
-                StoreDevice::open(store, &self.options)
-            }
-            opened => opened,
-        };
-        let device = opened.map_err(failed)?;
-        match self.new {
-            Some(new) if new.size != device.size() => {
-                let error = Error::refused(format!(
-                    "{} has {} bytes, not {}; leave --size out to use it as it is",
-                    self.address,
-                    device.size(),
-                    new.size
-                ));
-                if let Err(e) = device.close() {
-                    tracing::warn!("{e}");
-                }
-                Err(Failed::Finally(error))
-            }
-            _ => Ok(device),
-        }
-    }
-}
-
-/// Opens the disk at `address` for the mount with this identifier; `cache` is the directory of its cache, and with `offline`
-/// what is left in it is enough.
+/// Opens the disk at `address` for the mount with this record and identifier; `cache` is the directory of its cache, and with
+/// `offline` what is left in it is enough. A disk is made only for a mount that was never up and has no cache.
 ///
 /// # Errors
 /// When there is no disk, it is in use, the store refuses or cannot be reached, or the cache is of another disk.
 pub fn open(
     address: &StoreAddress,
-    how: &How,
-    name: &str,
+    record: &Record,
     mount: MountId,
     cache: &Path,
     offline: bool,
 ) -> Result<(Arc<dyn BlockDevice>, Stored)> {
-    let mut options = StoreOptions::new(mount.0, &format!("{name} on {}", vaults::host()));
+    let how = &record.how;
+    let left = match how.direct {
+        true => None,
+        false => left(cache)?,
+    };
+    let text = format!("{} on {}", record.name, vaults::host());
+    let mut options = StoreOptions::new(mount.0, &text);
     options.read_only = how.read_only;
+    let was_here = !record.never_up || left.is_some();
+    let new = how.size.filter(|_| !was_here).map(|size| NewStore {
+        size,
+        chunk: how.chunk,
+        object: None,
+    });
     let opening = Opening {
         address: address.clone(),
         options,
-        new: how.size.map(|size| NewStore {
-            size,
-            chunk: how.chunk,
-            object: None,
-        }),
+        name: record.name.clone(),
+        size: how.size,
+        new,
+        was_here,
     };
     if how.direct {
         let device = Arc::new(opening.open()?);
@@ -153,7 +89,6 @@ pub fn open(
         };
         return Ok((Stack::over(device).build()?.device, stored));
     }
-    let left = left(cache)?;
     let late = match (opening.open(), &left) {
         (Ok(device), _) => Late::of(Arc::new(device)),
         (Err(Failed::Away(why)), Some(left)) if offline && left.image.is_some() => {
@@ -185,11 +120,6 @@ fn left(cache: &Path) -> Result<Option<CacheContents>> {
     Ok(CacheContents::read(&directory)?)
 }
 
-/// What a cache calls the disk with this number.
-fn digest(id: [u8; 16]) -> Digest {
-    Digest(blake3::hash(&id).into())
-}
-
 /// Puts a cache before a disk.
 fn manage(
     late: &Arc<Late>,
@@ -198,18 +128,24 @@ fn manage(
     cache: &Path,
     left: Option<CacheContents>,
 ) -> Result<(Arc<dyn BlockDevice>, Cache)> {
-    let now = late.device.get().map(|device| digest(device.id()));
+    let now = late.opened().map(|device| digest(device.id()));
     let was = left.as_ref().and_then(|left| left.image);
     let image = now.or(was).unwrap_or_default();
     if let Some(left) = &left {
         let is_same =
-            was == Some(image) && (left.shape.size, left.shape.chunk) == (late.size, how.chunk);
+            was == Some(image) && (left.shape.size, left.shape.chunk) == (late.size(), how.chunk);
+        if was.is_some_and(|was| was != image) {
+            // It may be all that is left of its disk.
+            return Err(opening.is_another());
+        }
         if !is_same && left.dirty > 0 {
             bail!(
-                "another disk was made at {}, or the chunk size has changed: {} of unpushed data in {} belong to the old one; `drover unmount --discard` discards them",
-                opening.address,
+                "the chunk size has changed: {} of unpushed data in {} are in chunks of {}; mount it with --chunk {}, or `drover unmount {} --discard` discards them",
                 crate::text::bytes(left.dirty),
-                cache.display()
+                cache.display(),
+                left.shape.chunk,
+                left.shape.chunk,
+                opening.name
             );
         }
         if !is_same {
@@ -219,19 +155,12 @@ fn manage(
     }
     let committer = Arc::clone(late) as Arc<dyn Committer>;
     let remote = LocalRemote::new(late.clone(), how.chunk, THREADS, Some(committer))?;
-    if let Some(why) = late.why() {
-        remote.cut(&why);
-    }
-    let _ = late.remote.set(Arc::downgrade(&remote));
+    let behind = late.behind(&remote);
     let shape = remote.shape();
     let directory = HostDirectory::open_or_create(cache)
         .with_context(|| format!("cannot open {}", cache.display()))?;
     let identity = opening.address.to_string();
-    let mut options = SyncedOptions::new(
-        Arc::new(directory),
-        Arc::clone(&remote) as Arc<dyn Remote>,
-        identity.as_bytes(),
-    );
+    let mut options = SyncedOptions::new(Arc::new(directory), behind, identity.as_bytes());
     options.image = image;
     options.sync = match how.sync {
         SyncMode::Local => Sync::Local,
@@ -243,7 +172,7 @@ fn manage(
     options.prefetch = order(&how.prefetch, shape)?;
     let stack = Stack::managed(options).build()?;
     let managed = stack.managed.context("a managed device has no handles")?;
-    if late.device.get().is_none() {
+    if late.opened().is_none() {
         let (late, remote) = (Arc::clone(late), Arc::clone(&remote));
         std::thread::Builder::new()
             .name("store-open".into())
@@ -269,8 +198,7 @@ impl Stored {
 
     /// Whether the store can be reached.
     pub fn link(&self) -> Link {
-        let device = self.late.device.get();
-        match (device.and_then(|device| device.trouble()), &self.managed) {
+        match (self.late.trouble(), &self.managed) {
             (Some(error), _) => Link::Gone(error),
             (None, Some((_, remote))) => remote.link(),
             (None, None) => Link::Up(1),
@@ -302,7 +230,7 @@ impl Stored {
 
     /// What the user should know about it: what the store does not promise.
     pub fn note(&self) -> Option<String> {
-        let device = self.late.device.get()?;
+        let device = self.late.opened()?;
         device.promise().note.clone()
     }
 
@@ -318,7 +246,7 @@ impl Stored {
     /// When the cache cannot be saved, or, without a cache, what was written is not in the store.
     pub fn close(&self, discards: bool) -> Result<()> {
         let Some((managed, remote)) = &self.managed else {
-            let Some(device) = self.late.device.get() else {
+            let Some(device) = self.late.opened() else {
                 return Ok(());
             };
             match discards {
@@ -330,22 +258,23 @@ impl Stored {
         };
         let is_dirty = managed.push.pending() > 0;
         let saved = managed.synced.close(false);
-        remote.close(Box::new(|_| {}));
         self.late.end();
-        if let Some(device) = self.late.device.get()
-            && (!is_dirty || discards)
-        {
+        let (remote, late) = (Arc::clone(remote), Arc::clone(&self.late));
+        let (done, is_done) = channel();
+        std::thread::spawn(move || {
+            // Waits for its threads, which may be waiting for the store.
+            remote.close(Box::new(|_| {}));
             // Epochs that were not committed are pushed again, by whoever has the cache.
-            let (done, is_done) = channel();
-            let device = Arc::clone(device);
-            std::thread::spawn(move || {
-                let _ = done.send(device.abandon());
-            });
-            match is_done.recv_timeout(RELEASE_LIMIT) {
-                Ok(Ok(())) => self.is_released.store(true, Ordering::Release),
-                Ok(Err(e)) => tracing::warn!("the lease was not given back: {e}"),
-                Err(_) => tracing::warn!("the lease was not given back: the store does not answer"),
-            }
+            let device = late.opened().filter(|_| !is_dirty || discards);
+            let _ = done.send(device.map(|device| device.abandon()));
+        });
+        match is_done.recv_timeout(RELEASE_LIMIT) {
+            Ok(Some(Ok(()))) => self.is_released.store(true, Ordering::Release),
+            Ok(Some(Err(e))) => tracing::warn!("the lease was not given back: {e}"),
+            Ok(None) => {}
+            Err(_) => tracing::warn!(
+                "the store does not answer: what it was asked last is not waited for"
+            ),
         }
         Ok(saved?)
     }
@@ -353,247 +282,5 @@ impl Stored {
     /// Whether the store still says that this mount writes.
     pub fn keeps_lease(&self) -> bool {
         !self.is_released.load(Ordering::Acquire)
-    }
-}
-
-/// A disk whose store may not have been reached yet.
-struct Late {
-    size: u64,
-    read_only: bool,
-    device: OnceLock<Arc<StoreDevice>>,
-    epochs: OnceLock<Epochs>,
-    /// Why it is not there.
-    why: Mutex<Option<String>>,
-    /// What is told when the store cannot be reached.
-    remote: OnceLock<Weak<LocalRemote>>,
-    /// It was told so, and a thread looks whether it still holds.
-    is_down: Arc<AtomicBool>,
-    ended: Arc<AtomicBool>,
-}
-
-impl Late {
-    fn of(device: Arc<StoreDevice>) -> Late {
-        let late = Late::away(
-            device.size(),
-            device.capabilities().read_only,
-            String::new(),
-        );
-        late.is_here(device);
-        late
-    }
-
-    fn away(size: u64, read_only: bool, why: String) -> Late {
-        Late {
-            size,
-            read_only,
-            device: OnceLock::new(),
-            epochs: OnceLock::new(),
-            why: Mutex::new(Some(why)),
-            remote: OnceLock::new(),
-            is_down: Arc::new(AtomicBool::new(false)),
-            ended: Arc::new(AtomicBool::new(false)),
-        }
-    }
-
-    fn is_here(&self, device: Arc<StoreDevice>) {
-        let _ = self.epochs.set(Epochs::new(Arc::clone(&device)));
-        let _ = self.device.set(device);
-        *self.why.lock() = None;
-    }
-
-    fn why(&self) -> Option<String> {
-        self.why.lock().clone()
-    }
-
-    fn end(&self) {
-        self.ended.store(true, Ordering::Release);
-    }
-
-    /// The mount did not begin: nobody will use it.
-    fn give_up(&self) {
-        self.end();
-        if let Some(device) = self.device.get()
-            && let Err(e) = device.abandon()
-        {
-            tracing::warn!("the lease was not given back: {e}");
-        }
-    }
-
-    /// Opens it when its store can be reached again.
-    fn open_some_time(&self, opening: &Opening, image: Digest, remote: &LocalRemote) {
-        while !self.ended.load(Ordering::Acquire) {
-            std::thread::sleep(AGAIN);
-            let why = match opening.open() {
-                Ok(device) if digest(device.id()) == image && device.size() == self.size => {
-                    if self.ended.load(Ordering::Acquire) {
-                        // Its lease is that of the cache, and stays.
-                        return;
-                    }
-                    self.is_here(Arc::new(device));
-                    remote.mend();
-                    return;
-                }
-                Ok(device) => {
-                    if let Err(e) = device.abandon() {
-                        tracing::warn!("{e}");
-                    }
-                    format!("another disk was made at {}", opening.address)
-                }
-                Err(Failed::Away(why)) => why,
-                Err(Failed::Finally(error)) => error.to_string(),
-            };
-            if self.why().as_ref() != Some(&why) {
-                tracing::warn!("{why}");
-                *self.why.lock() = Some(why.clone());
-                remote.cut(&why);
-            }
-        }
-    }
-
-    /// Passes a result on; if the store could not be reached, its link is down until it can.
-    fn seen<T>(&self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
-        let (Err(error), Some(device), Some(remote)) =
-            (&result, self.device.get(), self.remote.get())
-        else {
-            return result;
-        };
-        if !error.is_transient() || self.is_down.swap(true, Ordering::AcqRel) {
-            return result;
-        }
-        let (device, remote) = (Arc::clone(device), Weak::clone(remote));
-        let (is_down, ended) = (Arc::clone(&self.is_down), Arc::clone(&self.ended));
-        let mut why = error.to_string();
-        tracing::warn!("{why}");
-        if let Some(remote) = remote.upgrade() {
-            remote.cut(&why);
-        }
-        let looking = std::thread::Builder::new().name("store-look".into());
-        let looking = looking.spawn(move || {
-            loop {
-                std::thread::sleep(AGAIN);
-                let reached = device.reach();
-                let Some(remote) = remote.upgrade().filter(|_| !ended.load(Ordering::Acquire))
-                else {
-                    return;
-                };
-                match reached {
-                    Err(error) if error.is_transient() => {
-                        let now = error.to_string();
-                        if now != why {
-                            why = now;
-                            remote.cut(&why);
-                        }
-                    }
-                    // Another error is met by the next request.
-                    _ => {
-                        is_down.store(false, Ordering::Release);
-                        remote.mend();
-                        return;
-                    }
-                }
-            }
-        });
-        if let (Err(e), Some(remote)) = (looking, self.remote.get().and_then(Weak::upgrade)) {
-            tracing::warn!("{e}");
-            self.is_down.store(false, Ordering::Release);
-            remote.mend();
-        }
-        result
-    }
-
-    fn device(&self) -> Result<&StoreDevice, DeviceError> {
-        let device = self.device.get().map(|device| &**device);
-        device.ok_or_else(|| DeviceError::Unavailable(self.why().unwrap_or_default()))
-    }
-
-    fn epochs(&self) -> Result<&Epochs, DeviceError> {
-        let epochs = self.epochs.get();
-        epochs.ok_or_else(|| DeviceError::Unavailable(self.why().unwrap_or_default()))
-    }
-}
-
-impl Committer for Late {
-    fn committed(&self) -> Epoch {
-        // Asked for only when the link is up.
-        self.epochs.get().map_or(Epoch(0), Epochs::committed)
-    }
-
-    fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
-        self.seen(self.epochs()?.push(epoch, changes))
-    }
-
-    fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError> {
-        self.seen(self.epochs()?.commit(epoch, covers))
-    }
-}
-
-impl BlockDevice for Late {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        match self.device.get() {
-            Some(device) => device.capabilities(),
-            None => Capabilities {
-                read_only: self.read_only,
-                fast_zeroes: !self.read_only,
-                trim: !self.read_only,
-                durable: false,
-                extents: true,
-                alignment: 1,
-                preferred: 4096,
-                longest: u32::MAX,
-            },
-        }
-    }
-
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
-        self.seen(self.device()?.read(offset, buffer))
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
-        self.device()?.write(offset, data)
-    }
-
-    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
-        self.device()?.write_zeroes(offset, length, zeroes)
-    }
-
-    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        self.device()?.trim(offset, length)
-    }
-
-    fn flush(&self) -> Result<(), DeviceError> {
-        self.device()?.flush()
-    }
-
-    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
-        match self.device.get() {
-            Some(device) => device.extents(offset, length),
-            None => {
-                check_range(offset, length, self.size)?;
-                let kind = ExtentKind::Data;
-                Ok(vec![Extent {
-                    offset,
-                    length,
-                    kind,
-                }])
-            }
-        }
-    }
-
-    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        check_range(offset, length, self.size)
-    }
-
-    fn cost(&self, offset: u64, length: u64) -> Cost {
-        let device = self.device.get();
-        device.map_or(Cost::Network, |device| device.cost(offset, length))
-    }
-
-    fn write_cost(&self, offset: u64, length: u64) -> Cost {
-        let device = self.device.get();
-        device.map_or(Cost::Network, |device| device.write_cost(offset, length))
     }
 }

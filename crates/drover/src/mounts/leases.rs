@@ -135,18 +135,18 @@ pub async fn break_stored(home: &Home, address: StoreAddress, yes: bool, json: b
     prompt::confirm(
         &format!(
             "Revoke the write lease of {address}, held by {}? Data that it has not pushed can no longer be pushed",
-            clean(&writer)
+            clean(&writer.note)
         ),
         yes,
     )?;
-    let of = address.clone();
-    let broken = tokio::task::spawn_blocking(move || mounts::break_stored(&of)).await??;
+    let (of, by) = (address.clone(), writer.clone());
+    let broken = tokio::task::spawn_blocking(move || mounts::break_stored(&of, &by)).await??;
     match (json, broken) {
         (true, broken) => out::json(&broken),
         (false, _) => {
             out::note(&format!(
                 "drover: revoked the write lease of {address}, held by {}",
-                clean(&writer)
+                clean(&writer.note)
             ));
             Ok(())
         }

@@ -331,6 +331,70 @@ fn a_redis_that_forgets_is_noticed() {
     );
 }
 
+/// The command that made a disk makes no other one where the first was lost, and what is left in the cache stays.
+#[test]
+fn a_disk_that_was_lost_is_not_made_again() {
+    let Some((s, mut server, url)) = Setting::redis(&["--appendonly", "no"]) else {
+        return;
+    };
+    s.export("a", &url, &["--size", "4M"]).ok();
+    let mut client = s.client("a");
+    client.write(0, &[5; 100_000]).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    s.unmount("a", &["--keep-cache"]).ok();
+
+    // Begun before the server is back, without the disk.
+    server.kill();
+    s.export("a", &url, &["--size", "4M"]).ok();
+    let mut client = s.client("a");
+    assert_eq!(client.read(0, 4096).unwrap(), [5; 4096]);
+    server.start_again();
+    until("the loss is noticed", || {
+        let link = s.only("a")["disks"][0]["link"].clone();
+        link.as_str()
+            .is_some_and(|link| link.contains("there is no disk"))
+    });
+    until("it stops", || client.write(0, &[1; 4096]).is_err());
+    drop(client);
+    s.unmount("a", &["--offline"]).ok();
+    let lost = ["there is no disk", "mounted here", "--discard"];
+    s.export("a", &url, &["--size", "4M"]).fails(3, &lost);
+
+    // Somebody makes another one.
+    s.export("b", &url, &["--size", "4M", "--direct"]).ok();
+    s.unmount("b", &[]).ok();
+    let another = ["another disk was made", "--discard"];
+    s.export("a", &url, &[]).fails(3, &another);
+    s.unmount("a", &["--discard", "--yes"]).ok();
+    s.export("a", &url, &["--size", "4M"]).ok();
+    assert_eq!(s.client("a").read(0, 4096).unwrap(), [0; 4096]);
+    s.unmount("a", &[]).ok();
+}
+
+/// A mount whose lease was broken stops, although it has a cache that could take writes.
+#[test]
+fn a_mount_without_its_lease_acknowledges_nothing() {
+    let Some((s, _server, url)) = Setting::redis(&["--appendonly", "no"]) else {
+        return;
+    };
+    s.export("a", &url, &["--size", "4M", "--push-interval", "0s"])
+        .ok();
+    let mut client = s.client("a");
+    client.write(0, &[1; 4096]).unwrap();
+    client.flush().unwrap();
+    s.run("b", &["mounts", "break", &url, "--yes"]).ok();
+    until("it is noticed", || {
+        client.write(0, &[fastrand::u8(..); 4096]).is_err() || client.flush().is_err()
+    });
+    until("it stops", || {
+        (0..5).all(|_| client.write(0, &[3; 4096]).is_err() && client.flush().is_err())
+    });
+    assert_ne!(s.only("a")["disks"][0]["link"], "up");
+    drop(client);
+    s.unmount("a", &["--discard", "--yes"]).ok();
+}
+
 #[test]
 fn a_disk_in_an_object_store_is_a_file() {
     if !can_mount("a_disk_in_an_object_store_is_a_file") {
