@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::BlockDevice;
-use drover_device::backend::chunk_store::{MemoryStore, StoreDevice, StoreOptions, break_lease, fuzzing};
+use drover_device::backend::chunk_store::{
+    MemoryStore, StoreDevice, StoreOptions, break_lease, fuzzing,
+};
 
 pub fn run(data: &[u8]) {
     fuzzing::parse(data);

@@ -493,6 +493,12 @@ impl Destination {
         self.ahead.restore(data, zero);
     }
 
+    /// Blocks of a batch, by order among its data blocks, that the source was asked for: until it is planned, ahead of it.
+    #[must_use]
+    pub fn asked(&self, index: u64) -> Option<&DataBits> {
+        self.open.get(&index).map(|open| &open.asked)
+    }
+
     /// What to do with a block that the source has sent because it was wanted.
     #[must_use]
     pub fn given(&self, block: u64) -> Given {

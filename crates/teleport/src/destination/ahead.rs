@@ -104,15 +104,6 @@ impl Ahead {
     }
 }
 
-impl super::Destination {
-    /// Blocks of a batch that has arrived which the source was asked for, by order among its data blocks: until it is planned,
-    /// those that were wanted ahead of it and have not come.
-    #[must_use]
-    pub fn asked(&self, index: u64) -> Option<&DataBits> {
-        self.open.get(&index).map(|open| &open.asked)
-    }
-}
-
 /// What there was of a batch ahead of it, by position in it.
 #[derive(Debug)]
 pub(super) struct OfBatch {
