@@ -28,6 +28,7 @@ pub enum Reply {
 
 impl Reply {
     /// A value as text.
+    #[cfg(feature = "redis")]
     pub fn text(&self) -> Option<&str> {
         match self {
             Reply::Status(text) => Some(text),
@@ -37,6 +38,7 @@ impl Reply {
     }
 
     /// The elements of an array; none for anything else.
+    #[cfg(feature = "redis")]
     pub fn elements(&self) -> &[Reply] {
         match self {
             Reply::Many(Some(elements)) => elements,
