@@ -1,7 +1,7 @@
 //! Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage. Vaults keep their objects in
 //! them, and disks their chunks.
 //!
-//! Credentials come from the environment, or from the profile files of AWS ([`profile`]).
+//! Credentials come from the environment, or from the profile files of AWS (`profile`).
 //!
 //! Every request is repeated, a bounded number of times with growing pauses, after an answer that says to try later, a
 //! lost connection or a timeout. A write that may have taken place without an answer finds its object when it is

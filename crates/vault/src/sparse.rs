@@ -144,7 +144,7 @@ impl SparseIndex {
         self.hooks.extend(tags, ordinal);
     }
 
-    /// Adds the hooks of many, as [`hook_entry`] makes them, in any order.
+    /// Adds the hooks of many, as `hook_entry` makes them, in any order.
     pub fn load_hooks(&mut self, hooks: Vec<u64>) {
         self.hooks.load(hooks);
     }
