@@ -644,6 +644,10 @@ impl Daemon {
             self.note_unmounted();
             return Left::here("the cache is kept".into());
         }
+        if !how.discard && self.disks.iter().any(Disk::is_lost) {
+            self.note_unmounted();
+            return Left::here("the store does not have it any more: the cache is kept".into());
+        }
         let there = self.disks.iter().filter_map(Disk::unnotified).collect();
         let mut here = Vec::new();
         if left > 0 {

@@ -639,6 +639,11 @@ impl Disk {
         Ok(())
     }
 
+    /// Whether the store that it is in has lost it.
+    pub fn is_lost(&self) -> bool {
+        matches!(&self.kind, Kind::Stored(stored) if stored.is_lost())
+    }
+
     /// Closes the disk without regard to dirty data, and releases the lease.
     pub fn discard(&self) {
         if let Err(e) = self.close() {

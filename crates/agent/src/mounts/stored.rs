@@ -44,6 +44,8 @@ pub struct Stored {
     managed: Option<Cache>,
     /// The lease was given back, or none was taken.
     is_released: AtomicBool,
+    /// The store does not have the disk any more, as its end showed.
+    is_lost: AtomicBool,
 }
 
 /// Opens the disk at `address` for the mount with this record and identifier; `cache` is the directory of its cache, and with
@@ -86,6 +88,7 @@ pub fn open(
             late: Arc::new(Late::of(device.clone())),
             managed: None,
             is_released: AtomicBool::new(how.read_only),
+            is_lost: AtomicBool::new(false),
         };
         return Ok((Stack::over(device).build()?.device, stored));
     }
@@ -106,6 +109,7 @@ pub fn open(
         late,
         managed: Some(managed),
         is_released: AtomicBool::new(how.read_only),
+        is_lost: AtomicBool::new(false),
     };
     Ok((device, stored))
 }
@@ -270,13 +274,23 @@ impl Stored {
         });
         match is_done.recv_timeout(RELEASE_LIMIT) {
             Ok(Some(Ok(()))) => self.is_released.store(true, Ordering::Release),
-            Ok(Some(Err(e))) => tracing::warn!("the lease was not given back: {e}"),
+            Ok(Some(Err(e))) => {
+                let is_away = e.is_transient();
+                self.is_lost.store(!is_away, Ordering::Release);
+                tracing::warn!("the lease was not given back: {e}");
+            }
             Ok(None) => {}
             Err(_) => tracing::warn!(
                 "the store does not answer: what it was asked last is not waited for"
             ),
         }
         Ok(saved?)
+    }
+
+    /// Whether the store has lost the disk, or has let somebody else write it: a cache may then be the only copy.
+    pub fn is_lost(&self) -> bool {
+        let link = self.managed.as_ref().map(|(_, remote)| remote.link());
+        self.is_lost.load(Ordering::Acquire) || matches!(link, Some(Link::Gone(_)))
     }
 
     /// Whether the store still says that this mount writes.

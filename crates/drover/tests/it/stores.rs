@@ -372,6 +372,29 @@ fn a_disk_that_was_lost_is_not_made_again() {
     s.unmount("a", &[]).ok();
 }
 
+/// An unmount with nothing to push keeps the cache of a disk that its store has lost meanwhile.
+#[test]
+fn the_cache_of_a_lost_disk_is_kept_when_it_is_unmounted() {
+    let Some((s, mut server, url)) = Setting::redis(&["--appendonly", "no"]) else {
+        return;
+    };
+    s.export("a", &url, &["--size", "4M", "--push-interval", "0s"])
+        .ok();
+    let mut client = s.client("a");
+    client.write(0, &[5; 100_000]).unwrap();
+    client.flush().unwrap();
+    until("it is in the store", || {
+        s.only("a")["disks"][0]["dirty"] == 0
+    });
+    drop(client);
+    server.kill();
+    server.start_again();
+    s.unmount("a", &[]).ok();
+    let lost = ["there is no disk", "mounted here", "--discard"];
+    s.export("a", &url, &["--size", "4M"]).fails(3, &lost);
+    s.unmount("a", &["--discard", "--yes"]).ok();
+}
+
 /// A mount whose lease was broken stops, although it has a cache that could take writes.
 #[test]
 fn a_mount_without_its_lease_acknowledges_nothing() {
