@@ -11,6 +11,8 @@ pub struct Description {
     pub name: String,
     /// Its UUID, as text.
     pub uuid: String,
+    /// Whether QEMU executes it itself, without KVM.
+    pub emulated: bool,
     /// Its memory in bytes.
     pub memory: u64,
     /// Its disks, without CD-ROMs and floppies.
@@ -63,6 +65,7 @@ impl Description {
         Ok(Description {
             name: name.to_owned(),
             uuid: uuid.to_owned(),
+            emulated: root.attribute("type") == Some("qemu"),
             // Of a machine that runs it is in KiB.
             memory: text("memory")
                 .and_then(|kib| kib.trim().parse::<u64>().ok())
@@ -199,6 +202,9 @@ mod tests {
     fn disks_are_found() {
         let found = Description::parse(XML).unwrap();
         assert_eq!(found.memory, 97 << 20);
+        assert!(found.emulated);
+        let accelerated = XML.replace("type='qemu' id", "type='kvm' id");
+        assert!(!Description::parse(&accelerated).unwrap().emulated);
         let media: Vec<_> = found.disks.iter().map(|disk| disk.medium.clone()).collect();
         let nbd = Medium::Nbd {
             socket: "/s/.web.nbd".into(),

@@ -134,7 +134,7 @@ impl Machine {
             if blocks.iter().any(lossy) && !self.description().await?.accelerated {
                 let reason = format!(
                     "runs version {} without KVM, whose migration loses what the machine writes to its memory: use KVM or \
-                     {TCG_VERSION}, or start it with 8 KiB more memory",
+                     {TCG_VERSION}, or, without libvirt, start it with 8 KiB more memory",
                     self.version()
                 );
                 return Err(self.qmp.unsupported(&reason));

@@ -1,6 +1,7 @@
 //! A libvirt daemon of a test, of an ordinary user, with directories of its own.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,6 +9,23 @@ use std::time::{Duration, Instant};
 use super::{Guest, PATIENCE, Qemu, skip};
 
 const DAEMON: &str = "/usr/sbin/libvirtd";
+
+/// What the machines are started with. libvirt gives a machine whole MiB, and of those QEMU loses what the machine writes when it
+/// migrates without KVM: see [`Machine::check_migratable`](crate::machine::Machine::check_migratable). So these have 8 KiB more.
+const EMULATOR: &str = r#"#!/bin/sh
+left=$#
+while [ "$left" -gt 0 ]; do
+  argument=$1; shift; left=$((left - 1))
+  case $argument in
+    -m) shift; left=$((left - 1)); set -- "$@" -m 99336K ;;
+    *'"id":"pc.ram"'*) set -- "$@" "$(printf %s "$argument" | sed 's/"size":[0-9]*/"size":101720064/')" ;;
+    *) set -- "$@" "$argument" ;;
+  esac
+done
+exec /usr/bin/qemu-system-x86_64 "$@"
+"#;
+
+const EMULATOR_NAME: &str = "qemu-system-x86_64";
 
 /// A daemon. It and its machines are killed when this is dropped.
 #[derive(Debug)]
@@ -31,6 +49,9 @@ impl Libvirt {
         fs::create_dir_all(&config).expect("a directory to write to");
         // Without virtlogd.
         fs::write(config.join("qemu.conf"), "stdio_handler = \"file\"\n").expect("a file");
+        let emulator = directory.join(EMULATOR_NAME);
+        fs::write(&emulator, EMULATOR).expect("a file");
+        fs::set_permissions(&emulator, Permissions::from_mode(0o755)).expect("a file");
         Self::launch(test, directory)
     }
 
@@ -149,6 +170,21 @@ impl Libvirt {
     /// # Panics
     /// When libvirt does not take it.
     pub fn define_with(&self, guest: &Guest, disks: &str, parameters: &str) {
+        let emulator = self.directory.join(EMULATOR_NAME);
+        self.define_on(&emulator, guest, disks, parameters);
+    }
+
+    /// The same with a memory as libvirt makes it, of which some QEMUs lose something.
+    ///
+    /// # Panics
+    /// When libvirt does not take it.
+    pub fn define_whole(&self, guest: &Guest, disks: &str) {
+        let emulator = Path::new("/usr/bin/qemu-system-x86_64");
+        self.define_on(emulator, guest, disks, "pace=10 dirty=4");
+    }
+
+    fn define_on(&self, emulator: &Path, guest: &Guest, disks: &str, parameters: &str) {
+        let emulator = emulator.display();
         let (kernel, initrd) = (guest.kernel.display(), guest.initrd.display());
         let directory = self.directory.display();
         let xml = format!(
@@ -156,7 +192,7 @@ impl Libvirt {
             <os><type arch='x86_64' machine='pc-i440fx-7.2'>hvm</type><kernel>{kernel}</kernel><initrd>{initrd}</initrd>
             <cmdline>console=ttyS0 quiet panic=-1 mitigations=off {parameters}</cmdline></os>
             <cpu mode='custom' match='exact'><model>qemu64</model></cpu><devices>
-            <emulator>/usr/bin/qemu-system-x86_64</emulator>{disks}
+            <emulator>{emulator}</emulator>{disks}
             <serial type='unix'><source mode='bind' path='{directory}/web.console'/><log file='{directory}/web.log' append='on'/>
             </serial><memballoon model='none'/></devices></domain>"
         );

@@ -82,6 +82,10 @@ pub async fn disks(domain: &Domain, name: &ImageName) -> Result<Disks, MigrateEr
         );
     }
     let live = domain.describe(false).await?;
+    if live.emulated {
+        // libvirt migrates it, whatever its QEMU loses of its memory.
+        domain.machine().await?.check_migratable().await?;
+    }
     let writable: Vec<Disk> = live
         .disks
         .into_iter()
