@@ -1,9 +1,8 @@
-//! Deletion: forgetting snapshots, and freeing what nothing uses any more. Backups go on meanwhile.
+//! Freeing what nothing uses any more. Backups go on meanwhile.
 //!
 //! The order of operations is what makes it safe, see `docs/format/vault.md`: a collector marks a container, *then*
 //! reads what snapshots use; a backup writes what it uses, *then* reads marks. One of the two sees the other.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::{Duration, Instant};
 
@@ -14,11 +13,9 @@ use crate::error::{Result, VaultError};
 use crate::ids::Ids;
 use crate::index::KNOWN_BYTES;
 use crate::many;
-use crate::names::{
-    Machine, SnapshotId, container_key, dropped_key, mark_key, parse_container_key,
-};
-use crate::places::{ByContainer, Places};
-use crate::record::{HookRecord, Share, SnapshotRecord};
+use crate::names::{Machine, SnapshotId, container_key, mark_key, parse_container_key};
+use crate::places::ByContainer;
+use crate::record::{HookRecord, SnapshotRecord};
 use crate::sparse::{HOOK_BYTES, hooks_of};
 use crate::uses::Uses;
 use crate::vault::Vault;
@@ -34,19 +31,6 @@ const MAX_STALE_MARK: Duration = Duration::from_secs(7 * 24 * 3600);
 const MAX_UNPOPULAR: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Containers that are marked at once.
 const MAX_MARKED: usize = 256;
-
-/// What forgetting snapshots makes free: exact.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Forgotten {
-    /// Snapshots.
-    pub snapshots: u64,
-    /// Bytes of blocks that no other snapshot uses, before compression.
-    pub garbage_bytes: u64,
-    /// Containers of which nothing is used any more.
-    pub dead_containers: u64,
-    /// What those take.
-    pub dead_bytes: u64,
-}
 
 /// What a collection did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -111,19 +95,18 @@ impl Vault {
     /// Every snapshot, made or under way, that says what it uses. A snapshot that does not although it was made is an
     /// error: what it needs could be taken for garbage.
     fn users(&self) -> Result<BTreeSet<SnapshotId>> {
-        self.users_but(&[])
-    }
-
-    /// The same without some, which need not say it.
-    fn users_but(&self, without: &[SnapshotId]) -> Result<BTreeSet<SnapshotId>> {
         // Records first: they are written last.
         let made = self.live_ids(None)?;
-        let mut users = self.ids("uses", None)?;
-        users.retain(|id| !without.contains(id));
-        for id in made
-            .iter()
-            .filter(|id| !users.contains(id) && !without.contains(id))
-        {
+        self.users_with(&made)
+    }
+
+    /// The same, if these are the snapshots that must say what they use.
+    pub(crate) fn users_with<'a>(
+        &self,
+        made: impl IntoIterator<Item = &'a SnapshotId>,
+    ) -> Result<BTreeSet<SnapshotId>> {
+        let users = self.ids("uses", None)?;
+        for id in made.into_iter().filter(|id| !users.contains(id)) {
             if !matches!(self.record_of(id)?, None | Some(SnapshotRecord::Aborted)) {
                 // Forgotten and buried since it was listed?
                 if !self.live_ids(Some(&id.machine))?.contains(id) {
@@ -140,31 +123,28 @@ impl Vault {
 
     /// Adds everything that snapshots use to `in_use`.
     fn add_uses(&self, ids: &BTreeSet<SnapshotId>, in_use: &mut InUse) -> Result<()> {
-        self.add_uses_of(ids, &|_| true, in_use)
-    }
-
-    /// Adds what snapshots use of some containers to `in_use`.
-    fn add_uses_of(
-        &self,
-        ids: &BTreeSet<SnapshotId>,
-        wanted: &(dyn Fn(ContainerId) -> bool + Sync),
-        in_use: &mut InUse,
-    ) -> Result<()> {
         let ids: Vec<&SnapshotId> = ids.iter().collect();
-        let read = |id: &&SnapshotId| {
-            let key = id.uses();
-            let Some(bytes) = self.objects.get(&key)? else {
-                return self.check_gone(id).map(|()| None);
-            };
-            let uses = Uses::decode_of(&bytes, &|id| wanted(id));
-            uses.map(Some).map_err(|error| self.damaged(&key, &error))
-        };
+        let read = |id: &&SnapshotId| self.read_uses(id, &|_| true);
         many::for_each(&ids, read, |uses| {
             for (container, (machine, used)) in uses.into_iter().flat_map(|uses| uses.containers) {
                 in_use.of(&machine, container, Ids::default).union(&used);
             }
             Ok(())
         })
+    }
+
+    /// What a snapshot that was listed uses of some containers; none if it was removed meanwhile.
+    pub(crate) fn read_uses(
+        &self,
+        id: &SnapshotId,
+        wanted: &dyn Fn(ContainerId) -> bool,
+    ) -> Result<Option<Uses>> {
+        let key = id.uses();
+        let Some(bytes) = self.objects.get(&key)? else {
+            return self.check_gone(id).map(|()| None);
+        };
+        let uses = Uses::decode_of(&bytes, wanted);
+        uses.map(Some).map_err(|error| self.damaged(&key, &error))
     }
 
     /// Fails unless a snapshot that was said to have uses, and has none, was removed meanwhile.
@@ -180,89 +160,6 @@ impl Vault {
                 key: id.uses(),
                 vault: self.place(),
             }),
-        }
-    }
-
-    /// What forgetting `ids` would free.
-    ///
-    /// # Errors
-    /// Damage of what says what other snapshots use; errors of the store.
-    pub fn would_free(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
-        let forgotten = self.ids("forgotten", None)?;
-        let mut others = self.users_but(ids)?;
-        others.retain(|id| !forgotten.contains(id));
-        if self.record().share == Share::Nothing {
-            // No machine uses what another one has stored.
-            let machines: HashSet<&Machine> = ids.iter().map(|id| &id.machine).collect();
-            others.retain(|id| machines.contains(&id.machine));
-        }
-        let (mut gone, mut kept) = (InUse::default(), InUse::default());
-        // Those without, or with damaged ones, are forgotten all the same: as long as they are there, nothing is freed.
-        let have = self.ids("uses", None)?;
-        for id in ids.iter().filter(|id| have.contains(id)) {
-            match self.add_uses(&BTreeSet::from([id.clone()]), &mut gone) {
-                Err(error @ VaultError::Missing { .. }) => return Err(error),
-                Err(error) if error.is_damage() => tracing::warn!("{error}"),
-                done => done?,
-            }
-        }
-        let touched: HashSet<ContainerId> = gone.iter().map(|(_, id, _)| id).collect();
-        self.add_uses_of(&others, &|id| touched.contains(&id), &mut kept)?;
-        let mut places: BTreeMap<&Machine, Places> = BTreeMap::new();
-        let mut freed = Forgotten {
-            snapshots: ids.len() as u64,
-            ..Forgotten::default()
-        };
-        for (machine, id, used) in gone.iter() {
-            let others = kept.get(machine, id).map(Ids::bits).unwrap_or_default();
-            freed.garbage_bytes += u64::from(used.bits().without(&others).count()) * BLOCK_SIZE_U64;
-            if others.count() > 0 {
-                continue;
-            }
-            let places = match places.entry(machine) {
-                Entry::Occupied(entry) => entry.into_mut(),
-                Entry::Vacant(entry) => entry.insert(self.containers(Some(machine))?),
-            };
-            if let Some((_, size)) = places.get(machine, id) {
-                freed.dead_containers += 1;
-                freed.dead_bytes += size;
-            }
-        }
-        Ok(freed)
-    }
-
-    /// Forgets snapshots: at once they are not listed any more; what they alone used is freed by
-    /// [`Vault::collect`], after a grace.
-    ///
-    /// # Errors
-    /// [`VaultError::Held`] if one of them is in use, and as [`Vault::would_free`]; then none is forgotten.
-    pub fn forget(&self, ids: &[SnapshotId]) -> Result<Forgotten> {
-        self.check_free(ids)?;
-        let freed = self.would_free(ids)?;
-        // That took a while. Whoever says from now on that he holds one finds the tombstone, or holds it to the end: it
-        // is not buried before. A tombstone is never taken back: a collection may be acting on it.
-        self.check_free(ids)?;
-        let has_copies = self.has_copies()?;
-        for id in ids {
-            if has_copies {
-                self.drop_from_copies(id)?;
-            }
-            self.put_own(&id.tombstone(), b"forgotten".to_vec())?;
-        }
-        Ok(freed)
-    }
-
-    /// Remembers that a snapshot was deleted here, so that no copy brings it back. One whose record is damaged is
-    /// another one to them.
-    fn drop_from_copies(&self, id: &SnapshotId) -> Result<()> {
-        match self.record_of(id) {
-            Ok(Some(SnapshotRecord::Made(made))) => {
-                let key = dropped_key(&id.machine, id.time, &made.root);
-                self.put_own(&key, b"dropped".to_vec())
-            }
-            Ok(_) => Ok(()),
-            Err(error) if error.is_damage() => Ok(()),
-            Err(error) => Err(error),
         }
     }
 

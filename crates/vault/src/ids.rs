@@ -135,6 +135,11 @@ impl Ids {
         }
     }
 
+    /// Takes away those of `other`.
+    pub fn remove(&mut self, other: &Ids) {
+        *self = Ids::from(&self.bits().without(&other.bits()));
+    }
+
     /// Whether all of them are in `other`.
     #[must_use]
     pub fn are_in(&self, other: &LocalIds) -> bool {
@@ -203,6 +208,10 @@ mod tests {
             both.union(&y);
             let union: BTreeSet<u16> = a.iter().chain(&b).copied().collect();
             prop_assert_eq!(both.bits().iter().collect::<Vec<_>>(), union.into_iter().collect::<Vec<_>>());
+            let mut rest = x.clone();
+            rest.remove(&y);
+            let without: BTreeSet<u16> = model.iter().copied().filter(|id| !b.contains(id)).collect();
+            prop_assert_eq!(&rest, &of(without));
             prop_assert_eq!(x.are_in(&y.bits()), a.iter().all(|id| b.contains(id)));
             prop_assert!(both.memory() <= 640);
         }

@@ -39,6 +39,7 @@ mod copy;
 mod digester;
 mod error;
 mod file;
+mod forget;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod hold;
@@ -75,12 +76,13 @@ pub use backup::{Backup, BackupProgress};
 pub use check::{CheckReport, Checking};
 #[cfg(feature = "s3")]
 pub use cloud::CloudObjects;
-pub use collect::{Collected, Forgotten, Stats};
+pub use collect::{Collected, Stats};
 pub use container::{ContainerId, SessionId};
 pub use copy::{Copied, CopyProgress};
 pub use digester::Digester;
 pub use error::{Result, StoreError, VaultError};
 pub use file::SnapshotFile;
+pub use forget::Forgotten;
 pub use hold::{Held, Hold};
 pub use ids::Ids;
 pub use keep::Keep;

@@ -1,6 +1,5 @@
 //! Reading many small objects, several at once: a store may be far away.
 
-use crossbeam_channel::bounded;
 use parking_lot::Mutex;
 
 use crate::error::Result;
@@ -11,32 +10,37 @@ const MAX_AT_ONCE: usize = 8;
 const MIN_AT_ONCE: usize = 32;
 
 /// Reads something for each of `items`, and hands it to `take` in any order, until one of both fails.
-pub(crate) fn for_each<I: Sync, T: Send>(
+pub(crate) fn for_each<I: Sync, T>(
     items: &[I],
     read: impl Fn(&I) -> Result<T> + Sync,
-    mut take: impl FnMut(T) -> Result<()>,
+    mut take: impl FnMut(T) -> Result<()> + Send,
 ) -> Result<()> {
     if items.len() < MIN_AT_ONCE {
         return items.iter().try_for_each(|item| take(read(item)?));
     }
     let left = Mutex::new(items.iter());
+    let done = Mutex::new((take, Ok(())));
     std::thread::scope(|scope| {
-        let (found, all) = bounded(1);
         for _ in 0..MAX_AT_ONCE {
-            let (found, left, read) = (found.clone(), &left, &read);
-            scope.spawn(move || {
+            scope.spawn(|| {
                 loop {
-                    let next = left.lock().next();
-                    // After an error nobody takes any more.
-                    let Some(true) = next.map(|item| found.send(read(item)).is_ok()) else {
+                    let Some(item) = left.lock().next() else {
                         return;
                     };
+                    let got = read(item);
+                    let mut done = done.lock();
+                    let (take, outcome) = &mut *done;
+                    if outcome.is_ok() {
+                        *outcome = got.and_then(&mut *take);
+                    }
+                    if outcome.is_err() {
+                        return;
+                    }
                 }
             });
         }
-        drop(found);
-        all.into_iter().try_for_each(|got| take(got?))
-    })
+    });
+    done.into_inner().1
 }
 
 #[cfg(test)]

@@ -22,6 +22,10 @@ impl<T> ByContainer<T> {
         self.0.get(machine)?.get(&id)
     }
 
+    pub(crate) fn get_mut(&mut self, machine: &Machine, id: ContainerId) -> Option<&mut T> {
+        self.0.get_mut(machine)?.get_mut(&id)
+    }
+
     /// The one of a container, which is made if there is none.
     pub(crate) fn of(
         &mut self,

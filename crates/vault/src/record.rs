@@ -1,12 +1,14 @@
 //! The small objects: the vault itself, the record of a snapshot, the hooks of what a session stored
 //! (`docs/format/vault.md`).
 
+use std::cell::RefCell;
 use std::io::Read;
 
 use drover_core::Digest;
 use drover_storage::{Envelope, EnvelopeError};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use zstd::bulk::Decompressor;
 
 use crate::container::{ContainerId, MAX_BLOCKS, SessionId};
 use crate::names::Machine;
@@ -76,8 +78,26 @@ fn decode<T: DeserializeOwned>(kind: Envelope, bytes: &[u8]) -> Result<T, Record
     }
 }
 
+/// Of so many bytes, room is made at once.
+const MAX_AT_ONCE: usize = 1 << 20;
+
+thread_local! {
+    static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
+}
+
 /// The bytes of one zstd frame, if they are `raw`; memory grows with what is there, not with what is claimed.
 pub(crate) fn unpack(packed: &[u8], raw: usize) -> Option<Vec<u8>> {
+    if raw <= MAX_AT_ONCE {
+        // Many small ones are read at once: what a decompressor needs is made once a thread.
+        let bytes = DECOMPRESSOR.with_borrow_mut(|kept| {
+            let decompressor = match kept.take() {
+                Some(decompressor) => kept.insert(decompressor),
+                None => kept.insert(Decompressor::new().ok()?),
+            };
+            decompressor.decompress(packed, raw).ok()
+        })?;
+        return (bytes.len() == raw).then_some(bytes);
+    }
     let mut bytes = Vec::new();
     let decoder = zstd::stream::Decoder::new(packed).ok()?.single_frame();
     decoder.take(raw as u64 + 1).read_to_end(&mut bytes).ok()?;

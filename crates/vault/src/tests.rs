@@ -5,6 +5,7 @@ mod copies;
 mod crash;
 mod encrypted;
 mod faults;
+mod forget;
 mod parents;
 mod peer;
 mod share;
