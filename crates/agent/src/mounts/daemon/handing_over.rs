@@ -8,7 +8,8 @@ use drover_net::service::{Exchange, Handler, Peer};
 use super::super::control::{HandTo, PrepareHandOver};
 use super::super::disk::Disk;
 use super::super::lease;
-use super::{Daemon, Requests, SIGNAL_PUSH_LIMIT};
+use super::ending::SIGNAL_PUSH_LIMIT;
+use super::{Daemon, Requests};
 use crate::error::{Result, bail, failed, one_line, refusal_of};
 use crate::text::bytes;
 

@@ -1,11 +1,15 @@
 use std::fs::File;
+use std::sync::atomic::AtomicBool;
 
 use drover_device::backend::FileDevice;
 use drover_device::stage::Operation;
 use drover_device::testing::{Errors, Fault, When};
+use parking_lot::Mutex;
 use serde_json::json;
 
 use super::*;
+use crate::home::Home;
+use crate::mounts::record::{Place, Record};
 
 #[test]
 fn a_local_disk_whose_last_flush_fails_is_unmounted_and_reports_lost_writes() {
