@@ -10,144 +10,27 @@
 //! A block may be wanted before its batch has arrived (`ahead`): the source sends it ahead of everything, and the batch
 //! finds it in place.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::Digest;
-use drover_index::Via;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, DataBits};
 
-use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs, Want};
+use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
 mod ahead;
+mod event;
 mod runs;
 #[cfg(test)]
 mod tests;
+mod wanted;
 
 pub use ahead::Given;
 use ahead::{Ahead, Hurried};
+pub use event::{Action, Event, KeptBy, ReuseJob, Run, Violation};
 use runs::{advanced, count_via};
-
-/// A run of a plan with its location resolved.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
-    /// Number of data blocks.
-    pub count: u32,
-    /// Where to read them.
-    pub from: From,
-    /// How they were matched, for the statistics.
-    pub via: Via,
-}
-
-/// Data blocks to be copied into place and then verified there.
-#[derive(Debug, Clone)]
-pub struct ReuseJob {
-    /// The batch they belong to.
-    pub batch: Arc<Batch>,
-    /// First data block of each run (by order among the batch's data blocks), and its origin. `From::Own` only with
-    /// verified blocks; never `From::Literal`.
-    pub runs: Vec<(u32, Run)>,
-}
-
-/// Input events.
-#[derive(Debug)]
-pub enum Event {
-    /// The source sent a batch.
-    Batch(Arc<Batch>),
-    /// These data blocks of a batch (by order among them) are in place already. Comes before its plan, if at all.
-    Kept {
-        /// Index of the batch.
-        index: u64,
-        /// The blocks.
-        blocks: DataBits,
-        /// How they got there.
-        by: KeptBy,
-    },
-    /// The matcher's answer for a batch, resolved.
-    Planned {
-        /// Index of the batch.
-        index: u64,
-        /// Covers the batch's data blocks in order.
-        runs: Vec<Run>,
-    },
-    /// A reuse job has ended. Its blocks in `failed` (by order among the batch's data blocks) failed verification;
-    /// the others are in place.
-    Reused {
-        /// The job.
-        job: ReuseJob,
-        /// Ascending.
-        failed: Vec<u32>,
-    },
-    /// The blocks for a reuse job are not coming, or waiting for them timed out.
-    NotComing(ReuseJob),
-    /// Literal blocks were verified and written.
-    Written(Runs),
-    /// The answer to [`Action::Prove`]: the groups of [`PROOF_BLOCKS`] data blocks whose proof is wrong.
-    Proved {
-        /// The batch.
-        index: u64,
-        /// Ascending.
-        wrong: Vec<u32>,
-    },
-    /// A batch that the source did not send, with its data in place: read from an old copy of the disk.
-    Taken(Arc<Batch>),
-    /// These blocks should come before all others.
-    Want(Want),
-    /// Wanted blocks of batches that have not arrived were written, as the source has sent them.
-    Ahead {
-        /// Those that are not zeros.
-        data: Runs,
-        /// Those that are.
-        zero: Runs,
-    },
-    /// The source has sent every batch; the digest, if it knows it.
-    End(Option<Digest>),
-}
-
-/// How blocks got into place before their batch was matched.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeptBy {
-    /// The partial file had them.
-    Session,
-    /// An old copy of the disk has them at the same place.
-    OldCopy,
-}
-
-/// What the driver must do.
-#[derive(Debug)]
-pub enum Action {
-    /// Log the batch, make its digests available to the data connections, and have it matched.
-    Match(Arc<Batch>),
-    /// Copy and verify blocks.
-    Reuse(ReuseJob),
-    /// Request blocks from the source.
-    Need(Need),
-    /// Every block of the batch is in place by its short digest: check the proofs, and answer with [`Event::Proved`].
-    Prove(u64),
-    /// Acknowledge the batch to the source as complete, and drop its digests.
-    Complete(u64),
-    /// Every block is in place: compare digests, if the source has sent one, and deliver.
-    Finish(Option<Digest>),
-    /// Ask the source for blocks of batches that have not arrived: it sends each of them.
-    Want(Want),
-    /// Ask the source to send blocks that it was asked for ahead of all others, unless they are on their way.
-    Hurry(Want),
-    /// The source has sent this block ahead, and now announces another: the image has changed.
-    Changed(u64),
-}
-
-/// The source violated the protocol.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct Violation(pub String);
-
-impl std::convert::From<Violation> for crate::TeleportError {
-    fn from(v: Violation) -> Self {
-        crate::TeleportError::Protocol(v.0)
-    }
-}
 
 /// An incomplete batch.
 #[derive(Debug)]
@@ -486,105 +369,6 @@ impl Destination {
         // All of it may have been in place, and other runs may wait for it.
         self.progressed(index, actions);
         Ok(())
-    }
-
-    /// Restores the blocks of batches beyond the log that came ahead in an earlier session and are in place.
-    pub fn restore_ahead(&mut self, data: HashMap<u64, DataBits>, zero: HashMap<u64, DataBits>) {
-        self.ahead.restore(data, zero);
-    }
-
-    /// Blocks of a batch, by order among its data blocks, that the source was asked for: until it is planned, ahead of it.
-    #[must_use]
-    pub fn asked(&self, index: u64) -> Option<&DataBits> {
-        self.open.get(&index).map(|open| &open.asked)
-    }
-
-    /// What to do with a block that the source has sent because it was wanted.
-    #[must_use]
-    pub fn given(&self, block: u64) -> Given {
-        let index = block / BATCH_BLOCKS;
-        if index >= self.next {
-            return match self.ahead.is_wanted(block) {
-                true => Given::Ahead,
-                false => Given::Useless,
-            };
-        }
-        let is_asked = |open: &Open| {
-            let place = (block % BATCH_BLOCKS) as u16;
-            let i = open.places.binary_search(&place).map(|i| i as u64);
-            i.is_ok_and(|i| open.missing.get(i) && open.asked.get(i))
-        };
-        match self.open.get(&index).is_some_and(is_asked) {
-            true => Given::Literal,
-            // A worker may be about to put other data where nothing was asked for.
-            false => Given::Useless,
-        }
-    }
-
-    fn on_want(&mut self, wanted: &Want, actions: &mut Vec<Action>) {
-        let (mut want, mut hurry) = (Vec::new(), Vec::new());
-        let end = self.walk_blocks;
-        let inside = |block: &u64| *block < end;
-        for block in wanted.runs.blocks().filter(inside) {
-            if block / BATCH_BLOCKS >= self.next {
-                if self.ahead.want(block, wanted.waited) {
-                    want.push(block);
-                } else if wanted.waited && self.ahead.hurry(block) {
-                    // Nobody waited for it before.
-                    hurry.push(block);
-                }
-            } else if self.hurries(block, wanted.waited) {
-                // What is to be reused is made so at once anyway.
-                hurry.push(block);
-            }
-        }
-        let parts = |blocks: Vec<u64>| -> Vec<Want> {
-            let want = |part: &[u64]| Want {
-                waited: wanted.waited,
-                runs: part.iter().copied().collect(),
-            };
-            blocks.chunks(BATCH_BLOCKS as usize).map(want).collect()
-        };
-        actions.extend(parts(want).into_iter().map(Action::Want));
-        actions.extend(parts(hurry).into_iter().map(Action::Hurry));
-    }
-
-    /// Whether to ask for a block of an announced batch ahead of others, which was requested: once, and once more when a machine
-    /// waits for it.
-    fn hurries(&mut self, block: u64, waited: bool) -> bool {
-        if self.given(block) != Given::Literal {
-            return false;
-        }
-        let place = (block % BATCH_BLOCKS) as u16;
-        let open = self.open.get_mut(&(block / BATCH_BLOCKS));
-        open.is_some_and(|open| match open.places.binary_search(&place) {
-            Ok(i) => open.hurried.hurry(i as u64, waited),
-            Err(_) => false,
-        })
-    }
-
-    /// A batch has arrived: notes what of it came ahead or is on its way. Returns a block that is not the one that came.
-    fn come_to(&mut self, open: &mut Open) -> Option<u64> {
-        let was = self.ahead.arrived(open.batch.index);
-        let mut changed = None;
-        for (i, place) in open.places.iter().enumerate() {
-            let has =
-                |bits: &Option<DataBits>| bits.as_ref().is_some_and(|b| b.get((*place).into()));
-            if has(&was.wanted) {
-                open.asked.set(i as u64);
-                self.coming += 1;
-            }
-            if has(&was.data) {
-                open.ahead.set(i as u64);
-            }
-            if has(&was.zero) {
-                changed = Some(u64::from(*place));
-            }
-        }
-        let data = &open.batch.data;
-        let mut of_data = was.data.iter().flat_map(DataBits::iter);
-        let changed = changed.or(of_data.find(|place| !data.get(*place)));
-        changed.map(|place| open.batch.first_block() + place)
     }
 
     /// Starts a run of own-reuse, or queues it with the first batch that it must wait for.

@@ -3,6 +3,7 @@
 mod sim;
 
 use drover_core::CompactIndex;
+use drover_index::Via;
 use sim::{World, batch_of, digest_of, random_image};
 
 use super::*;

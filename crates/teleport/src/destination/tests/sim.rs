@@ -10,7 +10,7 @@ use drover_index::{ImageId, Via};
 use fastrand::Rng;
 
 use super::super::*;
-use crate::codec::{Need, PROOF_BLOCKS, proofs_of};
+use crate::codec::{Need, PROOF_BLOCKS, Want, proofs_of};
 use crate::protocol::{Accept, Delivered};
 use crate::source::{self, Gives, Source};
 
