@@ -1,7 +1,7 @@
 //! `drover attach` in a virtual machine whose kernel has nbd and ublk, with the sites at both ends. `attach_guest.sh`
 //! runs in it and reports each step.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 #[path = "../../../../lab/guest/guest.rs"]
@@ -36,22 +36,30 @@ const STEPS: [&str; 25] = [
     "the kernel is well",
 ];
 
-#[test]
-#[ignore = "boots a machine without KVM, which takes three minutes: \
-            cargo test -p drover --test it -- --ignored attach_in_a_guest"]
-fn attach_in_a_guest_by_nbd_and_by_ublk() {
-    let test = "attach_in_a_guest_by_nbd_and_by_ublk";
-    // Stripped of debug information to fit the machine's memory.
-    let lean = tempfile::tempdir().unwrap();
-    let program = lean.path().join("drover");
+/// The program without its debug information, in that directory, to fit a machine's memory; none, said loudly, without `strip`.
+pub fn lean_drover(test: &str, dir: &Path) -> Option<PathBuf> {
+    let program = dir.join("drover");
     let stripped = Command::new("strip")
         .arg(assert_cmd::cargo::cargo_bin!("drover"))
         .arg("-o")
         .arg(&program)
         .status();
     if !stripped.is_ok_and(|status| status.success()) {
-        return eprintln!("SKIP {test}: no strip (binutils)");
+        eprintln!("SKIP {test}: no strip (binutils)");
+        return None;
     }
+    Some(program)
+}
+
+#[test]
+#[ignore = "boots a machine without KVM, which takes three minutes: \
+            cargo test -p drover --test it -- --ignored attach_in_a_guest"]
+fn attach_in_a_guest_by_nbd_and_by_ublk() {
+    let test = "attach_in_a_guest_by_nbd_and_by_ublk";
+    let lean = tempfile::tempdir().unwrap();
+    let Some(program) = lean_drover(test, lean.path()) else {
+        return;
+    };
     let mut with = vec![program];
     with.extend(
         [

@@ -3,11 +3,10 @@
 
 use std::net::IpAddr;
 use std::path::Path;
-use std::process::Command;
 
 use drover_store::testing::PostgresServer;
 
-use crate::attach_guest::guest;
+use crate::attach_guest::{guest, lean_drover};
 use crate::world::own_address;
 
 /// Each module after those that it needs.
@@ -54,17 +53,10 @@ fn two_nodes_share_a_directory_by_nfs() {
     let url = server.new_database();
     let (_, database) = url.split_once("@/").unwrap();
     let database = database.split_once('?').unwrap().0;
-    // Stripped of debug information to fit the machine's memory.
     let lean = tempfile::tempdir().unwrap();
-    let program = lean.path().join("drover");
-    let stripped = Command::new("strip")
-        .arg(assert_cmd::cargo::cargo_bin!("drover"))
-        .arg("-o")
-        .arg(&program)
-        .status();
-    if !stripped.is_ok_and(|status| status.success()) {
-        return eprintln!("SKIP {test}: no strip (binutils)");
-    }
+    let Some(program) = lean_drover(test, lean.path()) else {
+        return;
+    };
     let mut with = vec![program];
     with.extend(
         ["mount", "unshare", "cmp", "timeout"].map(|tool| Path::new("/usr/bin").join(tool)),
