@@ -506,19 +506,22 @@ mod tests {
         }
     }
 
-    #[test]
-    fn an_image_that_ends_does_not_make_the_others_idle() {
-        let order = order(2);
-        let taken = |nth| TakenUnit {
+    /// An image of a flock of which so many are sent at once.
+    fn taken(at_once: u32, nth: i64) -> TakenUnit {
+        TakenUnit {
             job: "j".into(),
-            order: order.encode(),
+            order: order(at_once).encode(),
             nth,
             item: Vec::new(),
             nodes: (1, 0),
-        };
+        }
+    }
+
+    #[test]
+    fn an_image_that_ends_does_not_make_the_others_idle() {
         let (mut doing, node) = (Doing::default(), Arc::new(()));
         let begin = |doing: &mut Doing<()>, nth| {
-            let unit = doing.add(&node, taken(nth));
+            let unit = doing.add(&node, taken(2, nth));
             unit.say(|said| said.started = Some([0; 4]));
             unit
         };
@@ -544,23 +547,15 @@ mod tests {
 
     #[test]
     fn what_has_arrived_makes_room_for_the_next() {
-        let order = order(1);
-        let taken = |nth| TakenUnit {
-            job: "j".into(),
-            order: order.encode(),
-            nth,
-            item: Vec::new(),
-            nodes: (1, 0),
-        };
         let (mut doing, node) = (Doing::default(), Arc::new(()));
-        let unit = doing.add(&node, taken(0));
+        let unit = doing.add(&node, taken(1, 0));
         assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
         unit.say(|said| said.started = Some([100, 0, 0, 0]));
         unit.counters.done_blocks.store(99, Ordering::Relaxed);
         assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
         unit.counters.done_blocks.store(100, Ordering::Relaxed);
         assert_eq!((doing.full(), doing.arrived()), (Vec::new(), 1));
-        doing.add(&node, taken(1));
+        doing.add(&node, taken(1, 1));
         assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 1));
         doing.end(&unit.place());
         assert_eq!((doing.full(), doing.arrived()), (vec!["j".to_owned()], 0));
