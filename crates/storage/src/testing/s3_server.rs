@@ -1,14 +1,9 @@
 //! A real S3 server, `versitygw`.
 
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
-/// How long it may take to listen.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Ports that are tried: another process may take one before the server does.
-const MAX_PORTS: usize = 10;
+use super::server::on_a_free_port;
 
 /// The server, with a bucket `vaults`, a user `test` and the password `testsecret`; it ends with this.
 pub struct S3Server {
@@ -25,10 +20,7 @@ impl S3Server {
     pub fn start(directory: &Path) -> Option<S3Server> {
         let program = program()?;
         std::fs::create_dir_all(directory.join("vaults")).expect("a bucket");
-        for _ in 0..MAX_PORTS {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-            let port = listener.local_addr().expect("an address").port();
-            drop(listener);
+        let start = |port: u16| {
             let child = Command::new(&program)
                 .args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"])
                 .arg(directory)
@@ -37,25 +29,11 @@ impl S3Server {
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())
                 .stderr(Stdio::null())
-                .spawn()
-                .expect("versitygw");
-            let mut server = S3Server { child, port };
-            if server.listens() {
-                return Some(server);
-            }
-        }
-        panic!("{} does not start", program.display());
-    }
-
-    fn listens(&mut self) -> bool {
-        let began = Instant::now();
-        while began.elapsed() < PATIENCE && matches!(self.child.try_wait(), Ok(None)) {
-            if TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok() {
-                return true;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        false
+                .spawn();
+            Some(child.expect("versitygw"))
+        };
+        let (child, port) = on_a_free_port(start)?;
+        Some(S3Server { child, port })
     }
 
     /// Its process.
