@@ -325,7 +325,29 @@ struct Part<'a> {
     part: u32,
 }
 
-impl Part<'_> {
+impl<'a> Part<'a> {
+    /// A chunk of an object.
+    fn of_object(header: &'a Header, (index, version): (u64, Version), part: u32) -> Self {
+        Part {
+            id: &header.id,
+            kind: b'o',
+            index,
+            version,
+            part,
+        }
+    }
+
+    /// A page, which is one part.
+    fn of_page(id: &'a [u8; 16], page: u64, version: Version) -> Self {
+        Part {
+            id,
+            kind: b't',
+            index: page,
+            version,
+            part: 0,
+        }
+    }
+
     fn digest(&self, bytes: &[u8]) -> [u8; DIGEST] {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.id);
@@ -345,13 +367,7 @@ pub fn encode_object(header: &Header, index: u64, version: Version, content: &[u
     let chunks = content.chunks(header.chunk as usize);
     let mut bytes = Vec::with_capacity(content.len() + chunks.len() * DIGEST);
     for (part, chunk) in (0..).zip(chunks) {
-        let part = Part {
-            id: &header.id,
-            kind: b'o',
-            index,
-            version,
-            part,
-        };
+        let part = Part::of_object(header, (index, version), part);
         bytes.extend_from_slice(&part.digest(chunk));
         bytes.extend_from_slice(chunk);
     }
@@ -398,13 +414,7 @@ pub fn decode_span(
     let mut parts = (span.first..).zip(stored.zip(to.chunks_mut(header.chunk as usize)));
     parts.all(|(part, (stored, to))| {
         let (digest, chunk) = stored.split_at(DIGEST);
-        let part = Part {
-            id: &header.id,
-            kind: b'o',
-            index,
-            version,
-            part,
-        };
+        let part = Part::of_object(header, (index, version), part);
         let same = part.digest(chunk) == digest;
         if same {
             to.copy_from_slice(chunk);
@@ -424,13 +434,7 @@ pub fn encode_page(id: &[u8; 16], page: u64, version: Version, versions: &[Versi
         content.extend_from_slice(&version.0.to_le_bytes());
     }
     content.resize(PAGE_LENGTH, 0);
-    let part = Part {
-        id,
-        kind: b't',
-        index: page,
-        version,
-        part: 0,
-    };
+    let part = Part::of_page(id, page, version);
     let digest = part.digest(&content[DIGEST..]);
     content[..DIGEST].copy_from_slice(&digest);
     content.into()
@@ -447,13 +451,7 @@ pub fn decode_page(
         return None;
     }
     let (digest, content) = bytes.split_at(DIGEST);
-    let part = Part {
-        id,
-        kind: b't',
-        index: page,
-        version,
-        part: 0,
-    };
+    let part = Part::of_page(id, page, version);
     let versions = content.chunks_exact(VERSION_LENGTH).map(self::version);
     (part.digest(content) == digest || cfg!(fuzzing)).then(|| versions.collect())
 }
