@@ -116,17 +116,12 @@ async fn depart(
         None => work.clone(),
     };
     let send = SendOptions {
-        identity: home.identity()?,
-        peer: peer.key,
-        peer_name: peer.name.clone(),
-        addresses: peer.addresses.clone(),
-        route: Arc::default(),
         limit,
         dry_run: args.dry_run,
-        connections: None,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
         profiles: Some(profiles::by_content(home)),
+        ..SendOptions::to_peer(home.identity()?, &peer)
     };
     let show = Arc::new(Show::new(args, alone, name.to_string(), peer.name.clone()));
     let options = MoveOptions {

@@ -168,17 +168,11 @@ fn options(home: &Home, args: &ReplicateArgs, peer: &Peer, sent: &Sent) -> Resul
     let limit = args.limit.or(home.config.limit);
     Ok(ReplicaOptions {
         send: SendOptions {
-            identity: home.identity()?,
-            peer: peer.key,
-            peer_name: peer.name.clone(),
-            addresses: peer.addresses.clone(),
-            route: Arc::default(),
             limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
-            dry_run: false,
-            connections: None,
             compress: args.compress.0,
             give_up_after: args.give_up_after,
             profiles: Some(profiles::by_content(home)),
+            ..SendOptions::to_peer(home.identity()?, peer)
         },
         name_there: sent.name_there.clone(),
         seed: sent.seed,

@@ -59,17 +59,12 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         .or(home.config.limit)
         .map(|rate| Arc::new(RateLimit::new(rate)));
     let options = SendOptions {
-        identity: home.identity()?,
-        peer: peer.key,
-        peer_name: peer.name.clone(),
-        addresses: peer.addresses,
-        route: Arc::default(),
         limit,
         dry_run: args.dry_run,
         connections: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
-        profiles: None,
+        ..SendOptions::to_peer(home.identity()?, &peer)
     };
     let counters = Arc::new(Counters::default());
     let wire = Arc::new(WireTotals::default());

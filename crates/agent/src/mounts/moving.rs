@@ -115,17 +115,11 @@ impl MoveDisk {
         };
         Ok(MoveOptions {
             send: SendOptions {
-                identity: home.identity()?,
-                peer: peer.key,
-                peer_name: peer.name.clone(),
-                addresses: peer.addresses,
-                route: Arc::default(),
                 limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
                 dry_run: self.dry_run,
-                connections: None,
-                compress: None,
                 give_up_after: self.give_up_after,
                 profiles: Some(profiles::by_content(&self.home(home)?)),
+                ..SendOptions::to_peer(home.identity()?, &peer)
             },
             machine: self.image.clone(),
             name_there: self.name_there.clone(),

@@ -133,17 +133,11 @@ pub async fn run(
     let counters = Arc::<Counters>::default();
     let options = ReplicaOptions {
         send: SendOptions {
-            identity: home.identity()?,
-            peer: peer.key,
-            peer_name: peer.name.clone(),
-            addresses: peer.addresses,
-            route: Arc::default(),
             limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
-            dry_run: false,
-            connections: None,
             compress: order.compress,
             give_up_after: order.give_up_after,
             profiles: Some(profiles::by_content(home)),
+            ..SendOptions::to_peer(home.identity()?, &peer)
         },
         name_there: order.name_there.clone(),
         seed: order.seed,

@@ -1,8 +1,5 @@
 //! `migrate --break`: a machine runs on here whose destination, or source, is lost for good.
 
-use std::sync::Arc;
-use std::time::Duration;
-
 use anyhow::{Result, bail};
 use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
@@ -117,19 +114,7 @@ async fn ask(
         let text = format!("{} is no peer any more", clean(&to.name));
         return Ok(Err(NoAnswer::Unreached(MigrateError::Unsupported(text))));
     };
-    let send = SendOptions {
-        identity: home.identity()?,
-        peer: peer.key,
-        peer_name: peer.name.clone(),
-        addresses: peer.addresses.clone(),
-        route: Arc::default(),
-        limit: None,
-        dry_run: false,
-        connections: None,
-        compress: None,
-        give_up_after: Duration::ZERO,
-        profiles: None,
-    };
+    let send = SendOptions::to_peer(home.identity()?, &peer);
     Ok(ask_once(&send, name, known).await)
 }
 

@@ -181,17 +181,12 @@ async fn estimate(
 fn options_of(home: &Home, args: &SendArgs, peer: &Peer) -> Result<SendOptions> {
     let limit = args.limit.or(home.config.limit);
     Ok(SendOptions {
-        identity: home.identity()?,
-        peer: peer.key,
-        peer_name: peer.name.clone(),
-        addresses: peer.addresses.clone(),
-        route: Arc::default(),
         limit: limit.map(|rate| Arc::new(RateLimit::new(rate))),
         dry_run: args.dry_run,
         connections: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
-        profiles: None,
+        ..SendOptions::to_peer(home.identity()?, peer)
     })
 }
 

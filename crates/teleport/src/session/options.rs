@@ -7,6 +7,7 @@ use std::time::Duration;
 use drover_core::{Digest, ImageName, ReadAt};
 use drover_image::{Conversion, Outgoing};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, PeerKey, RateLimit, Route};
+use drover_store::Peer;
 use drover_store::profile::Profile;
 
 use crate::compress::Effort;
@@ -81,6 +82,24 @@ impl std::fmt::Debug for FindProfile {
 }
 
 impl SendOptions {
+    /// To a peer: connections and compression adapt to the link, without a limit, and a link that is lost is not tried again.
+    #[must_use]
+    pub fn to_peer(identity: Identity, peer: &Peer) -> Self {
+        SendOptions {
+            identity,
+            peer: peer.key,
+            peer_name: peer.name.clone(),
+            addresses: peer.addresses.clone(),
+            route: Arc::default(),
+            limit: None,
+            dry_run: false,
+            connections: None,
+            compress: None,
+            give_up_after: Duration::ZERO,
+            profiles: None,
+        }
+    }
+
     /// Connects to the peer, and adds the connection to the totals.
     pub(super) async fn connect(&self, wire: &WireTotals) -> Result<Connection, NetError> {
         let options = ConnectOptions::named(&self.peer_name);
