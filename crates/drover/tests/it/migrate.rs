@@ -171,6 +171,17 @@ impl Sites {
         self.wait_for_one("web", home).await
     }
 
+    /// A machine that has moved, with all that it wrote: where it was, and where it runs.
+    async fn moved(&self) -> (Qemu, Qemu) {
+        let mut here = self.start("near").await;
+        let mut there = self.wait_for_it("far").await;
+        here.wait_said("beat", 20).await;
+        Moving::begin(self, "near", "far", &[]).done();
+        here.ended().await;
+        goes_on(&here, &mut there).await;
+        (here, there)
+    }
+
     async fn wait_for_one(&self, name: &str, home: &str) -> Qemu {
         let stub = Node::Null {
             name: "stub".into(),

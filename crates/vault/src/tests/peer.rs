@@ -200,21 +200,26 @@ fn a_snapshot_goes_to_a_peer_and_only_what_it_lacks_crosses_the_link() {
     }
 }
 
-/// What is of others in a vault in which machines share nothing cannot be read either.
-#[test]
-fn nothing_of_others_is_read_where_nothing_is_shared() {
+/// A vault in which machines share nothing, with the same disk of two machines: `web` of one peer, and `db` of the other.
+fn that_share_nothing() -> (MemoryObjects, [There; 2]) {
     let setting = Setting::new();
     let objects = MemoryObjects::default();
     let none = crate::Share::Nothing;
     Vault::create_shared_on(Arc::new(objects.clone()), none, None).unwrap();
     let path = setting.image("image", &disk(&(1..400).collect::<Vec<_>>()));
-    let (one, two) = (There::new(&objects, "a"), There::new(&objects, "b"));
-    for (there, name) in [(&one, "web"), (&two, "db")] {
-        let made = there
-            .vault()
-            .backup_at(&path, &machine(name), "host", 100, &mut |_| {});
+    let peers = [There::new(&objects, "a"), There::new(&objects, "b")];
+    for (there, name) in peers.iter().zip(["web", "db"]) {
+        let vault = there.vault();
+        let made = vault.backup_at(&path, &machine(name), "host", 100, &mut |_| {});
         assert!(made.unwrap().record.new_bytes > 0);
     }
+    (objects, peers)
+}
+
+/// What is of others in a vault in which machines share nothing cannot be read either.
+#[test]
+fn nothing_of_others_is_read_where_nothing_is_shared() {
+    let (objects, [one, two]) = that_share_nothing();
     let web = |key: &String| key.contains("/web/");
     assert_eq!(objects.keys().iter().filter(|key| web(key)).count(), 5);
     for key in objects.keys().iter().filter(|key| web(key)) {

@@ -30,13 +30,7 @@ async fn the_old_copy_of_a_machine_is_run_beside_it() {
     let Some(sites) = Sites::of_two_machines(test) else {
         return;
     };
-    let mut here = sites.start("near").await;
-    here.wait_said("beat", 20).await;
-    let mut there = sites.wait_for_it("far").await;
-    Moving::begin(&sites, "near", "far", &[]).done();
-    here.ended().await;
-    goes_on(&here, &mut there).await;
-    drop(here);
+    let (_, mut there) = sites.moved().await;
 
     // Somebody starts it from its old disk: it is not the machine, and neither takes the other's place.
     let mut branch = sites.start_branch("web").await;
@@ -87,12 +81,7 @@ async fn an_old_copy_that_was_thawed_and_written_does_not_get_into_the_machine()
     let Some(sites) = Sites::new(test) else {
         return;
     };
-    let mut here = sites.start("near").await;
-    here.wait_said("beat", 20).await;
-    let mut there = sites.wait_for_it("far").await;
-    Moving::begin(&sites, "near", "far", &[]).done();
-    here.ended().await;
-    goes_on(&here, &mut there).await;
+    let (_here, mut there) = sites.moved().await;
     let mut home = sites.wait_for_it("near").await;
     Moving::begin(&sites, "far", "near", &[]).done();
     there.ended().await;

@@ -28,6 +28,15 @@ struct Waiting {
 }
 
 impl Waiting {
+    /// A machine that has written for a while, where it was, and where it runs without its disk.
+    async fn of_a_machine(sites: &Sites) -> (Qemu, Qemu, Waiting) {
+        let mut here = sites.start("near").await;
+        let there = sites.wait_for_it("far").await;
+        here.wait_said("beat", 50).await;
+        let waiting = Waiting::begin(sites, &["--post-copy", "at-once"]);
+        (here, there, waiting)
+    }
+
     /// The machine runs at the other site, which lacks some of its disks.
     fn begin(sites: &Sites, options: &[&str]) -> Waiting {
         Self::begin_from(sites, "near", "far", options)
@@ -62,10 +71,7 @@ async fn a_machine_runs_before_its_disk_is_there_whatever_dies() {
     let Some(mut sites) = Sites::new(test) else {
         return;
     };
-    let mut here = sites.start("near").await;
-    let mut there = sites.wait_for_it("far").await;
-    here.wait_said("beat", 50).await;
-    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let (mut here, mut there, waiting) = Waiting::of_a_machine(&sites).await;
     // It reads the record before each that it writes: the first of them is not there.
     let last = here.said("beat").unwrap();
     there.wait_said("beat", last + 5).await;
@@ -201,12 +207,7 @@ async fn the_site_that_serves_the_disks_dies_while_they_follow() {
     let Some(mut sites) = Sites::new(test) else {
         return;
     };
-    let mut first = sites.start("near").await;
-    let mut far = sites.wait_for_it("far").await;
-    first.wait_said("beat", 20).await;
-    Moving::begin(&sites, "near", "far", &[]).done();
-    first.ended().await;
-    goes_on(&first, &mut far).await;
+    let (_first, mut far) = sites.moved().await;
 
     // From now on the disk is an image of the site, with what the machine has written since.
     let mut near = sites.wait_for_it("near").await;
@@ -239,10 +240,7 @@ async fn a_host_is_evacuated_when_nothing_follows_any_more() {
     let Some(sites) = Sites::new(test) else {
         return;
     };
-    let mut here = sites.start("near").await;
-    let mut there = sites.wait_for_it("far").await;
-    here.wait_said("beat", 20).await;
-    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let (mut here, mut there, waiting) = Waiting::of_a_machine(&sites).await;
     let mut evacuate = sites.world.drover("near", &["evacuate", "far"]);
     let piped = evacuate.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut evacuate = piped.spawn().unwrap();
@@ -415,10 +413,7 @@ async fn a_person_gives_up_what_a_lost_source_still_has() {
     let Some(mut sites) = Sites::new(test) else {
         return;
     };
-    let mut here = sites.start("near").await;
-    let mut there = sites.wait_for_it("far").await;
-    here.wait_said("beat", 50).await;
-    let waiting = Waiting::begin(&sites, &["--post-copy", "at-once"]);
+    let (mut here, mut there, waiting) = Waiting::of_a_machine(&sites).await;
     let last = here.said("beat").unwrap();
     there.wait_said("beat", last + 1).await;
     let given_up = ["migrate", "--break", "web", "--yes", "--json"];

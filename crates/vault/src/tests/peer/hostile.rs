@@ -240,17 +240,7 @@ fn hooks_are_of_their_session() {
 /// Tags of hooks tell what others have.
 #[test]
 fn hooks_of_others_are_not_seen_where_nothing_is_shared() {
-    let setting = Setting::new();
-    let objects = MemoryObjects::default();
-    let none = crate::Share::Nothing;
-    Vault::create_shared_on(Arc::new(objects.clone()), none, None).unwrap();
-    let path = setting.image("image", &disk(&(1..400).collect::<Vec<_>>()));
-    let (one, two) = (There::new(&objects, "a"), There::new(&objects, "b"));
-    for (there, name) in [(&one, "web"), (&two, "db")] {
-        let vault = there.vault();
-        let made = vault.backup_at(&path, &machine(name), "host", 100, &mut |_| {});
-        made.unwrap();
-    }
+    let (objects, [one, two]) = that_share_nothing();
     let all = of_kind(&objects, "hooks/");
     assert_eq!(all.len(), 2);
     let (one, two) = (one.guard(), two.guard());
