@@ -4,6 +4,7 @@ mod blocked;
 mod claims;
 mod direct;
 mod early;
+mod examples;
 mod generations;
 mod hostile;
 mod killed;
