@@ -48,6 +48,14 @@ pub trait Committer: Send + Sync {
     /// [`DeviceError`]; [`DeviceError::Unavailable`] if it contains another number: the device then queries what is
     /// staged, and sends the rest.
     fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError>;
+
+    /// Drops what is staged.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    fn abandon(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
 }
 
 /// Writes changes to the device as they arrive and flushes it at a commit: an interrupted epoch is partly visible.

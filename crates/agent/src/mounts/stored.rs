@@ -84,8 +84,10 @@ pub fn open(
     };
     if how.direct {
         let device = Arc::new(opening.open()?);
+        let late = Arc::new(Late::of(device.clone()));
+        late.watch();
         let stored = Stored {
-            late: Arc::new(Late::of(device.clone())),
+            late,
             managed: None,
             is_released: AtomicBool::new(how.read_only),
             is_lost: AtomicBool::new(false),
@@ -105,6 +107,7 @@ pub fn open(
         late.give_up();
     }
     let (device, managed) = result?;
+    late.watch();
     let stored = Stored {
         late,
         managed: Some(managed),

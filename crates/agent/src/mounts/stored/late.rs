@@ -23,6 +23,8 @@ use crate::error::one_line;
 const AGAIN: Duration = Duration::from_secs(2);
 /// The longest one.
 const MAX_AGAIN: Duration = Duration::from_secs(20);
+/// How often a mount that may have nothing to do looks whether it still has its lease: one small request.
+pub const LOOK_EVERY: Duration = Duration::from_secs(10);
 
 fn longer(pause: Duration) -> Duration {
     (pause * 2).clamp(AGAIN, MAX_AGAIN)
@@ -141,6 +143,32 @@ impl Late {
             && let Err(e) = device.abandon()
         {
             tracing::warn!("the lease was not given back: {e}");
+        }
+    }
+
+    /// Looks every so often whether its lease is still its own, which an idle disk would hear of at its next request only.
+    pub fn watch(self: &Arc<Self>) {
+        if self.read_only {
+            return;
+        }
+        let late = Arc::downgrade(self);
+        let watching = std::thread::Builder::new().name("store-watch".into());
+        let watching = watching.spawn(move || {
+            loop {
+                std::thread::sleep(LOOK_EVERY);
+                let Some(late) = late.upgrade().filter(|late| !late.has_ended()) else {
+                    return;
+                };
+                if let Some(device) = late.opened()
+                    && late.seen(device.check()).is_err()
+                    && late.trouble().is_some()
+                {
+                    return;
+                }
+            }
+        });
+        if let Err(e) = watching {
+            tracing::warn!("{e}");
         }
     }
 
@@ -308,6 +336,10 @@ impl Committer for Late {
             (calm.pause, calm.until) = (Duration::ZERO, Instant::now());
         }
         committed
+    }
+
+    fn abandon(&self) -> Result<(), DeviceError> {
+        self.epochs.get().map_or(Ok(()), Committer::abandon)
     }
 }
 

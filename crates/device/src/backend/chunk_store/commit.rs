@@ -46,6 +46,21 @@ impl Inner {
         }
     }
 
+    /// Whether the header is one of this process, as long as it has the lease. A commit that is under way is not waited for.
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        self.alive()?;
+        let ours = Arc::clone(&self.own.lock().header);
+        let now = self.store.look(HEADER, MAX_HEADER)?.map(|(bytes, _)| bytes);
+        if self.is_read_only() || self.closed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let decoded = now.as_deref().and_then(|now| Header::decode(now).ok());
+        match decoded {
+            Some(now) if self.own.lock().has(&now) && now.commits >= ours.commits => Ok(()),
+            _ => Err(self.lose(another(&*self.store, &ours, now.as_deref()))),
+        }
+    }
+
     /// Whether the store answers.
     pub(super) fn reach(&self) -> Result<(), DeviceError> {
         self.store.look(HEADER, MAX_HEADER).map(drop)

@@ -28,6 +28,8 @@ const MAX_RUNS: usize = 1 << 16;
 pub struct StoreDevice {
     pub(super) inner: Arc<Inner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// The lease was its own already.
+    pub(super) resumed: bool,
 }
 
 impl StoreDevice {
@@ -77,6 +79,7 @@ impl StoreDevice {
         Ok(StoreDevice {
             inner,
             threads: Mutex::new(threads),
+            resumed: false,
         })
     }
 
@@ -90,6 +93,18 @@ impl StoreDevice {
     #[must_use]
     pub fn id(&self) -> [u8; 16] {
         self.inner.header.id
+    }
+
+    /// How often it was opened for writing, with this time if it is.
+    #[must_use]
+    pub fn session(&self) -> u32 {
+        self.inner.header.session
+    }
+
+    /// Whether the lease was that of the same holder before it was opened: nobody else has written since.
+    #[must_use]
+    pub fn is_resumed(&self) -> bool {
+        self.resumed
     }
 
     /// What its store promises of what was flushed.
@@ -116,6 +131,15 @@ impl StoreDevice {
     /// [`DeviceError`]: it does not answer, or refuses.
     pub fn reach(&self) -> Result<(), DeviceError> {
         self.inner.reach()
+    }
+
+    /// Looks whether it still has its lease, by one small request to the store: one that is idle learns so that the lease was
+    /// broken, or that the store has lost the disk. One that was opened for reading only reaches the store.
+    ///
+    /// # Errors
+    /// [`DeviceError`]: why it can no longer be used ([`StoreDevice::trouble`]), or the store does not answer.
+    pub fn check(&self) -> Result<(), DeviceError> {
+        self.inner.check()
     }
 
     /// Flushes, and gives the lease back. To be called after the last request; again, if it failed.

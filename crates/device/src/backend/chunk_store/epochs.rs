@@ -76,4 +76,13 @@ impl Committer for Epochs {
         *staged = None;
         Ok(())
     }
+
+    fn abandon(&self) -> Result<(), DeviceError> {
+        let mut staged = self.staged.lock();
+        if staged.is_some() {
+            self.device.inner.revert()?;
+            *staged = None;
+        }
+        Ok(())
+    }
 }

@@ -261,7 +261,8 @@ impl StoreDevice {
         let swept = swept.transpose()?;
         let session = header.session;
         let committed = Committed::new(header, tag);
-        let device = StoreDevice::new(store, committed, table, false, options.max_buffer)?;
+        let mut device = StoreDevice::new(store, committed, table, false, options.max_buffer)?;
+        device.resumed = before.holder.is_some();
         if let Some(table) = swept {
             device.inner.doomed.set_unswept(true);
             let inner = Arc::clone(&device.inner);

@@ -2,6 +2,7 @@
 
 use std::sync::Barrier;
 
+use super::super::format::{HEADER, MAX_HEADER};
 use super::super::inner::Committed;
 use super::super::sweep::read_table;
 use super::*;
@@ -124,4 +125,39 @@ fn no_disk_is_made_over_what_is_left_of_another() {
     }
     store.restore(whole);
     assert!(content(&open(&store)).unwrap()[..100_000] == [1; 100_000]);
+}
+
+/// Who has nothing to do learns of a broken lease, or of a lost disk, when it looks; who ends does not.
+#[test]
+fn an_idle_holder_that_looks_is_told() {
+    let store = setting();
+    let device = open(&store);
+    device.write(0, &[1; 100_000]).unwrap();
+    device.check().unwrap();
+    device.flush().unwrap();
+    device.check().unwrap();
+    break_lease(&*store).unwrap().unwrap();
+    let error = device.check().unwrap_err();
+    assert!(error.to_string().contains("lease was broken"), "{error}");
+    assert!(device.trouble().is_some());
+    device.read(0, &mut [0; 10]).unwrap_err();
+
+    let device = open(&store);
+    assert!(!device.is_resumed());
+    let header = store.look(HEADER, MAX_HEADER).unwrap().unwrap();
+    drop(device);
+    let device = open(&store);
+    assert!(device.is_resumed(), "a crash leaves the lease");
+    device.close().unwrap();
+    break_lease(&*store).unwrap();
+    device.check().unwrap();
+
+    let device = open(&store);
+    let session = device.session();
+    store.remove(&[HEADER.to_owned()]).unwrap();
+    let error = device.check().unwrap_err();
+    assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
+    store.swap(HEADER, None, header.0).unwrap().unwrap();
+    assert!(device.check().is_err(), "it stays so");
+    assert_eq!(open(&store).session() + 1, session);
 }
