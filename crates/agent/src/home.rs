@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use drover_core::ImageName;
+use drover_device::backend::chunk_store::StoreAddress;
 use drover_net::{DEFAULT_DOMAIN, Identity};
 use drover_storage::{make_private_dir, open_private};
 use drover_store::machine::Machines;
@@ -32,7 +34,7 @@ use crate::audit::Audit;
 use crate::error::{Context, Error, Result, bail};
 use crate::node::Node;
 
-pub use config::{BuildConfig, Chosen, Config, MachineConfig};
+pub use config::{BuildConfig, Chosen, Config, DiskConfig, MachineConfig, disk_name};
 pub use reserve::{CleanUp, LOOK_EVERY};
 
 /// Retries of a lock that is held, and the pause between them.
@@ -184,6 +186,26 @@ impl Home {
         }
         self.config.catalog = Some(url);
         Ok(())
+    }
+
+    /// Serves a disk in a store, beside those of `config.toml`.
+    ///
+    /// # Errors
+    /// When another one has that name.
+    pub fn serve_disk(&mut self, name: ImageName, store: StoreAddress) -> Result<()> {
+        match self.config.disks.get(&name) {
+            Some(other) if other.store != store => Err(Error::usage(format!(
+                "two disks are to be served as {name}: {} and {store}",
+                other.store
+            ))),
+            Some(_) => Ok(()),
+            None => {
+                let read_only = false;
+                let disk = DiskConfig { store, read_only };
+                self.config.disks.insert(name, disk);
+                Ok(())
+            }
+        }
     }
 
     /// Lets other processes of this home use the same catalog from now on.
@@ -436,6 +458,11 @@ impl Home {
     /// The records of disks of programs that move, of this domain.
     pub fn disks(&self) -> Machines {
         Machines::new(self.dir.join("disks"))
+    }
+
+    /// The directory of what this site knows of the disks in stores that it serves.
+    pub fn stores_dir(&self) -> PathBuf {
+        self.dir.join("stores")
     }
 
     /// The records of replicas that this domain keeps.

@@ -7,6 +7,7 @@
 //! - [`machines`]: machines that migrate to this site or from it.
 //! - [`flocks`]: images that are sent together.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
+//! - [`disks`]: disks in stores that a site serves.
 //! - [`profiles`]: what machines read first of this site's images.
 //! - [`vaults`]: the vaults that a site knows.
 //! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
@@ -31,6 +32,7 @@
 pub mod addresses;
 pub mod audit;
 pub mod changes;
+pub mod disks;
 pub mod domains;
 pub mod error;
 pub mod flocks;

@@ -8,6 +8,7 @@
 //!   caller; `owners`: their Unix sockets; `manage`: services for them.
 //! - `machines`: machines that migrate to the site, and disks that move to it; `moves`: all of them.
 //! - `nodes`: the site as one of several nodes.
+//! - `disks`: disks in stores that cannot be used any more.
 //! - `ownership`: what belongs to a caller.
 //! - `expiry`: removes abandoned transfers.
 //! - `look`: the status of all domains.
@@ -24,6 +25,7 @@ mod admission;
 mod audited;
 mod changes;
 mod conversation;
+mod disks;
 mod domains;
 mod enforce;
 mod expiry;
@@ -71,6 +73,7 @@ use sd_notify::NotifyState;
 use tokio::task::JoinSet;
 
 use crate::addresses;
+use crate::disks::Disks;
 use crate::error::{Context, Error, Result, one_line};
 use crate::home::{CleanUp, Home, LOOK_EVERY};
 use crate::join::join;
@@ -133,6 +136,10 @@ pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Resu
     home.remember_catalog()?;
     let supplies = site::supplies(&home);
     let absences = Arc::new(Absences::default());
+    let (its, images) = (home.clone(), Arc::clone(&catalog));
+    let begun = tokio::task::spawn_blocking(move || Disks::begin(&its, &images));
+    let (stores, lost_disks) = begun.await??;
+    let stores = Arc::new(stores);
     let domain = Domain::open(
         home.clone(),
         lock,
@@ -140,12 +147,15 @@ pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Resu
         &identity,
         supplies.clone(),
         Arc::clone(&absences),
+        Arc::clone(&stores),
     );
     let domain = domain.await?;
+    tokio::spawn(disks::refuse_lost(Arc::clone(&domain), lost_disks));
     let recovery = Recovery::begin(domain.here(identity.key()));
     let domains = Domains::new(supplies, absences);
     let duty = (Duty::Site(domain), domains, Some(recovery));
     let ended = run(home, args, identity, catalog, duty, ready).await;
+    tokio::task::spawn_blocking(move || stores.close()).await?;
     if let Some(node) = node {
         tokio::task::spawn_blocking(move || node.leave()).await?;
     }

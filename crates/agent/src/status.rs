@@ -4,6 +4,7 @@ use drover_mount::server::MountCounts;
 use drover_teleport::SiteStatus;
 use serde::{Deserialize, Serialize};
 
+use crate::disks::DiskStatus;
 use crate::mounts;
 use crate::replicas::ReplicaInfo;
 
@@ -42,6 +43,8 @@ pub struct Status {
     pub domains: Vec<DomainStatus>,
     /// Mounts of this home, each served by its own process.
     pub mounts: Vec<mounts::Status>,
+    /// Disks in stores that it serves.
+    pub disks: Vec<DiskStatus>,
 }
 
 /// The status of a domain. Counts are since the domain was opened.

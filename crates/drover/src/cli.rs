@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use drover_agent::images::new_name;
+use drover_agent::mounts::StoreAddress;
 use drover_agent::{addresses, text};
 use drover_core::ImageName;
 use drover_store::{CatalogUrl, peer_name};
@@ -217,11 +218,15 @@ Examples:
   drover serve
   drover serve --listen 0.0.0.0:7377 --advertise lyon.example.net
   drover serve --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:9377
-  drover serve --catalog 'postgres://drover@/drover?host=/run/postgresql'")]
+  drover serve --catalog 'postgres://drover@/drover?host=/run/postgresql'
+  drover serve --disk big=s3://bucket/big      peers: drover mount lyon:big /mnt/big")]
 pub struct ServeArgs {
     /// PostgreSQL database for the catalog, in the place of a file in the site directory; remembered for the other commands and later starts [default: config.toml]
     #[arg(long, value_name = "URL")]
     pub catalog: Option<CatalogUrl>,
+    /// Serve a disk in a store (s3://BUCKET/DISK, redis://HOST/DATABASE?prefix=DISK) to peers under this name among the images; the site has its write lease while it runs; repeatable [default: config.toml]
+    #[arg(long, value_name = "NAME=URL", value_parser = values::parse_served_disk)]
+    pub disk: Vec<(ImageName, StoreAddress)>,
     #[command(flatten)]
     pub listen: ListenArgs,
 }

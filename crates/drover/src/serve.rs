@@ -17,6 +17,9 @@ pub async fn serve(mut home: Home, args: ServeArgs) -> Result<()> {
     if let Some(url) = args.catalog {
         home.use_catalog(url)?;
     }
+    for (name, store) in args.disk {
+        home.serve_disk(name, store)?;
+    }
     serve::serve(home, listen(args.listen), announce).await
 }
 

@@ -72,6 +72,23 @@ fn text_of(status: &Status) -> String {
         peers.collect(),
         &[2, 3],
     ));
+    let disks = status.disks.iter().map(|disk| {
+        let state = match &disk.why {
+            Some(why) => format!("{}: {}", disk.state, clean(why)),
+            None => disk.state.clone(),
+        };
+        let size = disk.size.map_or_else(|| "-".into(), bytes);
+        let can = if disk.read_only { "read" } else { "write" };
+        vec![
+            clean(&disk.name),
+            clean(&disk.store),
+            size,
+            can.into(),
+            state,
+        ]
+    });
+    let heading = ["name", "store", "size", "peers may", "state"];
+    lines.extend(section("disks in stores", &heading, disks.collect(), &[2]));
     let transfers = status.domains.iter().flat_map(|d| {
         let transfers = d.site.iter().flat_map(|site| &site.transfers);
         transfers.map(|t| {
@@ -175,7 +192,7 @@ mod tests {
         let json = json!({
             "running": true, "duty": "site", "name": "a\u{1b}[31m", "version": "0.1.0", "process": 7, "key": "k",
             "home": "/h", "addresses": ["10.0.0.1:7377"], "started_unix": 0, "uptime_seconds": 1, "images": 3,
-            "peers": 1, "connections_open": 0, "sessions_open": 1, "domains": domains, "mounts": [],
+            "peers": 1, "connections_open": 0, "sessions_open": 1, "domains": domains, "mounts": [], "disks": [],
         });
         let text = text_of(&serde_json::from_value(json).unwrap());
         let line = |start: &str| text.lines().find(|l| l.starts_with(start)).unwrap();

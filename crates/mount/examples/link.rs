@@ -47,6 +47,7 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
         device: Arc::new(device),
         digest: Digest([1; 32]),
         arriving: None,
+        through: None,
     }));
     let config = Config::new(images, "/nonexistent", 3);
     let server = Server::new(config).expect("threads");

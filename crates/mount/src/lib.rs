@@ -32,7 +32,7 @@
 //!
 //!     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
 //!         let device = Arc::new(MemoryDevice::from_bytes(&[7; 1 << 20]));
-//!         Ok(Base { device, digest: Digest([7; 32]), arriving: None })
+//!         Ok(Base { device, digest: Digest([7; 32]), arriving: None, through: None })
 //!     }
 //! }
 //!

@@ -21,6 +21,7 @@ mod recording;
 mod seen;
 mod settler;
 mod standing;
+mod through;
 pub(crate) mod unit;
 mod work;
 
@@ -50,6 +51,7 @@ pub use counters::MountCounts;
 pub use generations::{OldCopy, freeze_on_disk, generations_on_disk, keep_on_disk};
 pub use image::{Base, Happened, Images, Room, WhyBroken};
 pub use leases::{Leased, lease_on_disk};
+pub use through::WriteThrough;
 
 use blocking::blocking;
 use connection::{Connection, LinkShared, Running};
@@ -550,7 +552,7 @@ impl Server {
             image,
             shape,
             shared: mount.shared.clone(),
-            pool: self.pool.clone(),
+            pool: connection_image.pool().unwrap_or(&self.pool).clone(),
             runtime: tokio::runtime::Handle::current(),
             counters: self.counters.clone(),
             bodies: self.bodies.clone(),

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use drover_core::ImageName;
+use drover_device::backend::chunk_store::StoreAddress;
 use drover_hypervisor::Place;
 use drover_hypervisor::libvirt::Uri;
 use drover_hypervisor::spec::{Accelerator, Card};
@@ -85,6 +86,20 @@ pub struct Config {
     /// Machines that may be migrated to this site, by their names here.
     #[serde(default, deserialize_with = "machines")]
     pub machines: BTreeMap<String, MachineConfig>,
+    /// Disks in stores that this site serves, by their names here.
+    #[serde(default, deserialize_with = "disks")]
+    pub disks: BTreeMap<ImageName, DiskConfig>,
+}
+
+/// A disk in a store that this site serves.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct DiskConfig {
+    /// Where it is.
+    pub store: StoreAddress,
+    /// Nobody writes it through this site.
+    #[serde(default)]
+    pub read_only: bool,
 }
 
 /// A machine that may be migrated to this site.
@@ -372,6 +387,26 @@ fn machines<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<String, MachineC
     Ok(machines)
 }
 
+fn disks<'de, D: Deserializer<'de>>(d: D) -> Result<BTreeMap<ImageName, DiskConfig>, D::Error> {
+    let disks = BTreeMap::<String, DiskConfig>::deserialize(d)?;
+    let named = disks.into_iter().map(|(name, disk)| {
+        let name = disk_name(&name).map_err(|e| serde::de::Error::custom(format!("disks.{e}")))?;
+        Ok((name, disk))
+    });
+    named.collect()
+}
+
+/// A name that a disk can be served under: `:` separates a peer from it.
+///
+/// # Errors
+/// A message for the user.
+pub fn disk_name(name: &str) -> Result<ImageName, String> {
+    match ImageName::new(name) {
+        Ok(_) if name.contains(':') => Err(format!("{name}: the name of a disk has no `:`")),
+        named => named.map_err(|e| format!("{name}: {e}")),
+    }
+}
+
 impl MachineConfig {
     /// What is wrong with a machine that is built here.
     fn wrong_build(&self) -> Option<&'static str> {
@@ -633,6 +668,34 @@ mod tests {
             "[machines.web]\nincoming = \"/w\"\n[machines.web.build]\nmemory = \"4G\"\ncpus = 2\n";
         let two = load(two).unwrap_err().to_string();
         assert!(two.contains("neither `incoming` nor `libvirt`"), "{two}");
+    }
+
+    #[test]
+    fn disks_in_stores_are_tables() {
+        let config = load(
+            "[disks.big]\nstore = \"s3://bucket/big\"\n[disks.\"base.raw\"]\nstore = \"redis://lyon/3?prefix=base\"\nread-only = true\n",
+        )
+        .unwrap();
+        let shown = |name: &str| {
+            let disk = &config.disks[&ImageName::new(name).unwrap()];
+            (disk.store.to_string(), disk.read_only)
+        };
+        assert_eq!(shown("big"), ("s3://bucket/big".into(), false));
+        assert!(shown("base.raw").1);
+        for (table, says) in [
+            ("[disks.big]", "missing field `store`"),
+            ("[disks.big]\nstore = \"s3://bucket\"", "names no bucket"),
+            ("[disks.big]\nstore = \"/dev/sda\"", "not the URL of a disk"),
+            (
+                "[disks.big]\nstore = \"redis://:secret@lyon\"",
+                "seen by other users",
+            ),
+            ("[disks.\"../x\"]\nstore = \"s3://b/x\"", "disks.../x"),
+            ("[disks.\"a:b\"]\nstore = \"s3://b/x\"", "has no `:`"),
+        ] {
+            let e = load(table).unwrap_err().to_string();
+            assert!(e.contains(says) && !e.contains("secret"), "{e}");
+        }
     }
 
     #[test]

@@ -157,6 +157,7 @@ fn status() -> Status {
         sessions_open: 0,
         domains: vec![open, closed],
         mounts: vec![up, mount("dead", MountState::Dead)],
+        disks: Vec::new(),
     }
 }
 

@@ -22,6 +22,7 @@ use drover_teleport::{LaunchDevice, Site};
 use tokio::sync::watch;
 
 use crate::audit::{Audit, Event, Record};
+use crate::disks::Disks;
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::quota::Quotas;
@@ -37,13 +38,21 @@ const THREADS: usize = 4;
 /// When its threads cannot be started.
 pub fn site_server(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Arc<Server>> {
     let quotas = Arc::new(Quotas::new(home, catalog)?);
-    limited_server(home, catalog, &quotas, Arc::default(), Arc::default())
+    limited_server(
+        home,
+        catalog,
+        &quotas,
+        Arc::default(),
+        Arc::default(),
+        Arc::default(),
+    )
 }
 
 /// The site whose images in transit a server serves, once it is open.
 pub type Receiving = Arc<OnceLock<Weak<Site>>>;
 
-/// The same with what other parts of the site share: quotas, the mounts that have left it, and what it receives.
+/// The same with what other parts of the site share: quotas, the mounts that have left it, what it receives, and its disks in
+/// stores.
 ///
 /// # Errors
 /// As [`site_server`]'s.
@@ -53,6 +62,7 @@ pub fn limited_server(
     quotas: &Arc<Quotas>,
     absences: Arc<Absences>,
     receives: Receiving,
+    stores: Arc<Disks>,
 ) -> Result<Arc<Server>> {
     Ok(Server::new(Config {
         images: Arc::new(SiteImages {
@@ -67,6 +77,7 @@ pub fn limited_server(
             state: home.mounted_dir(),
             home: home.clone(),
             receives,
+            stores,
         }),
         state: home.mounted_dir(),
         threads: THREADS,
@@ -118,6 +129,8 @@ struct SiteImages {
     state: PathBuf,
     home: Home,
     receives: Receiving,
+    /// Disks in stores: images have other names.
+    stores: Arc<Disks>,
 }
 
 impl SiteImages {
@@ -155,6 +168,7 @@ impl SiteImages {
             device: Arc::clone(&device) as Arc<dyn BlockDevice>,
             digest: changes::in_transit(launch.image()),
             arriving: Some(Arc::new(InTransit(device))),
+            through: None,
         }))
     }
 
@@ -266,6 +280,9 @@ impl Arriving for InTransit {
 
 impl Images for SiteImages {
     fn allow(&self, name: &ImageName, peer: &Peer, access: Access) -> Result<(), Refusal> {
+        if let Some(disk) = self.stores.get(name) {
+            return disk.allow(peer, access);
+        }
         if self.is_arriving(name) {
             return match peer.key == self.own {
                 true => Ok(()),
@@ -312,12 +329,18 @@ impl Images for SiteImages {
     }
 
     fn may_be_written(&self, name: &ImageName, mount: MountId) -> Result<(), Refusal> {
+        if self.stores.get(name).is_some() {
+            return Ok(());
+        }
         machines::may_be_written(&self.disks, name, Some(mount))?;
         replicas::may_be_written(&self.replicas, name)?;
         self.note_mount(name, true)
     }
 
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        if let Some(disk) = self.stores.get(name) {
+            return disk.base();
+        }
         // Other nodes are not told of names that there are not.
         if self.home.node().is_some() && !self.is_arriving(name) {
             self.record(name)?;
@@ -335,6 +358,7 @@ impl Images for SiteImages {
             device: Arc::new(ImageDevice::new(disk)),
             digest: changes::digest_for_mounts(&self.state, &record),
             arriving: None,
+            through: None,
         })
     }
 
@@ -426,6 +450,9 @@ impl Images for SiteImages {
     }
 
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
+        if let Some(disk) = self.stores.get(name) {
+            return disk.digest();
+        }
         match self.record(name) {
             Ok(record) => Ok(changes::digest_for_mounts(&self.state, &record)),
             Err(refusal) if refusal.code == Code::NotFound => {

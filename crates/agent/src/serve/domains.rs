@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 
 use super::recovery::Recovery;
 use crate::changes::Here;
+use crate::disks::Disks;
 use crate::error::{Error, Result, one_line, refusal_of};
 use crate::home::{Home, HomeLock};
 use crate::mounts::{Receiving, is_launched, leased_on_disk, limited_server, why_held};
@@ -44,6 +45,8 @@ pub struct Domain {
     pub devices: Arc<DeviceServer>,
     /// What its peers may take.
     pub quotas: Arc<Quotas>,
+    /// Disks in stores that it serves; only the default one has some.
+    pub stores: Arc<Disks>,
     _lock: HomeLock,
 }
 
@@ -59,20 +62,21 @@ impl Domain {
         identity: &Identity,
         supplies: Supplies,
         absences: Arc<Absences>,
+        stores: Arc<Disks>,
     ) -> Result<Arc<Domain>> {
         let (its, images) = (home.clone(), Arc::clone(&catalog));
         let receives = Receiving::default();
-        let receiver = Arc::clone(&receives);
+        let (receiver, served) = (Arc::clone(&receives), Arc::clone(&stores));
         let parts = move || {
             let quotas = Arc::new(Quotas::new(&its, &images)?);
-            let devices = limited_server(&its, &images, &quotas, absences, receiver)?;
+            let devices = limited_server(&its, &images, &quotas, absences, receiver, served)?;
             Ok::<_, Error>((devices, quotas))
         };
         let (devices, quotas) = tokio::task::spawn_blocking(parts).await??;
         // Last, because it begins work in the background.
         let site = site::open(&home, &catalog, identity, supplies).await?;
         let _ = receives.set(Arc::downgrade(&site));
-        hold_leased(&site, &devices, &home, &catalog);
+        hold_leased(&site, &devices, &home, &catalog, &stores);
         let limit = Arc::clone(&quotas);
         site.limit_by(Arc::new(move |peer, name, bytes| {
             limit.check(peer, name, bytes)
@@ -91,6 +95,7 @@ impl Domain {
             site,
             devices,
             quotas,
+            stores,
             _lock: lock,
         }))
     }
@@ -144,11 +149,15 @@ fn hold_leased(
     devices: &Arc<DeviceServer>,
     home: &Home,
     catalog: &Arc<SiteCatalog>,
+    stores: &Arc<Disks>,
 ) {
-    let catalog = Arc::clone(catalog);
+    let (catalog, stores) = (Arc::clone(catalog), Arc::clone(stores));
     let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
     let replicas = home.replicas();
     site.hold_by(Arc::new(move |name| {
+        if let Some(why) = stores.why_held(name) {
+            return Some(why);
+        }
         if let Err(refusal) = may_be_changed(&replicas, name) {
             return Some(refusal.message);
         }
@@ -272,7 +281,8 @@ impl Domains {
             };
             let (lock, catalog) = tokio::task::spawn_blocking(begun).await??;
             let (supplies, absences) = (self.supplies.clone(), Arc::clone(&self.absences));
-            Domain::open(home, lock, catalog, identity, supplies, absences).await
+            let stores = Arc::default();
+            Domain::open(home, lock, catalog, identity, supplies, absences, stores).await
         };
         let domain = opened.await.map_err(|e| {
             tracing::error!(domain = name, "cannot open the domain: {}", one_line(&e));

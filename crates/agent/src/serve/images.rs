@@ -40,7 +40,11 @@ impl Handler<ListImages> for OfSite {
             let known = site.known_file(&record.path);
             crate::images::info(record, known.as_deref())
         };
-        let infos: Vec<ImageInfo> = records.into_iter().map(about).collect();
+        let mut infos: Vec<ImageInfo> = records.into_iter().map(about).collect();
+        let stores = Arc::clone(&self.domain.stores);
+        let stored = tokio::task::spawn_blocking(move || stores.listed()).await;
+        infos.extend(stored.map_err(failed)?);
+        infos.sort_by(|one, other| one.name.cmp(&other.name));
         for some in infos.chunks(IMAGES_AT_ONCE) {
             exchange.report(&some.to_vec()).await?;
         }
@@ -82,6 +86,11 @@ impl Handler<IndexImage> for OfSite {
         let path = PathBuf::from(path);
         if !path.is_absolute() {
             return Err(Refusal::new(Code::Failed, "the path must be absolute"));
+        }
+        let name = path.file_name().and_then(|name| name.to_str());
+        let name = name.and_then(|name| ImageName::new(name).ok());
+        if let Some(why) = name.and_then(|name| self.domain.stores.why_held(&name)) {
+            return Err(Refusal::new(Code::Denied, why));
         }
         let site = Arc::clone(&self.domain.site);
         let job = move |progress: &mut dyn FnMut(u64, u64)| site.index_image(&path, progress);

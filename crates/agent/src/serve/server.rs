@@ -121,6 +121,10 @@ impl Server {
             sessions_open: self.metrics.sessions_open.load(Relaxed),
             domains,
             mounts,
+            disks: match &self.duty {
+                Duty::Site(domain) => domain.stores.status(),
+                Duty::Teleporter(_) => Vec::new(),
+            },
         })
     }
 }

@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
+use drover_agent::home::disk_name;
+use drover_agent::mounts::StoreAddress;
 use drover_agent::text;
 use drover_core::ImageName;
 use drover_store::{domain, peer_name};
@@ -28,6 +30,15 @@ impl From<Format> for drover_agent::changes::Target {
 
 pub fn image_name(text: &str) -> Result<ImageName, String> {
     ImageName::new(text).map_err(|e| e.to_string())
+}
+
+/// A disk in a store and the name that it is served under: `NAME=URL`.
+pub fn parse_served_disk(text: &str) -> Result<(ImageName, StoreAddress), String> {
+    let (name, url) = text
+        .split_once('=')
+        .ok_or("expected NAME=URL, as big=s3://bucket/big")?;
+    let store = url.parse().map_err(|e| format!("{e}"))?;
+    Ok((disk_name(name)?, store))
 }
 
 /// An image of this site, or of a peer: `[PEER:]IMAGE`.

@@ -1,5 +1,7 @@
 //! Disks in object stores and Redis, through the program: real servers, crashes, two writers, stores that forget.
 
+mod served;
+
 use std::path::PathBuf;
 
 use drover_device::testing::RedisProcess;
@@ -36,7 +38,7 @@ impl Setting {
 
     fn begun(self) -> Setting {
         for home in ["a", "b"] {
-            self.run(home, &["init"]).ok();
+            self.run(home, &["init", "--name", home]).ok();
         }
         self
     }
@@ -66,6 +68,13 @@ impl Setting {
         let mut args = vec!["export", disk, "--nbd", &listen, "--background"];
         args.extend(options);
         self.run(home, &args)
+    }
+
+    /// Another one beside it.
+    fn export_as(&self, home: &str, name: &str, disk: &str, options: &[&str]) -> Ran {
+        let listen = format!("unix:{}", self.world.path(name).display());
+        let args = ["export", disk, "--nbd", &listen, "--background"];
+        self.run(home, &[&args[..], options].concat())
     }
 
     fn client(&self, home: &str) -> Client {
@@ -392,6 +401,41 @@ fn the_cache_of_a_lost_disk_is_kept_when_it_is_unmounted() {
     s.unmount("a", &[]).ok();
     let lost = ["there is no disk", "mounted here", "--discard"];
     s.export("a", &url, &["--size", "4M"]).fails(3, &lost);
+    s.unmount("a", &["--discard", "--yes"]).ok();
+}
+
+/// A mount that has nothing to do hears of its broken lease, too.
+#[test]
+fn an_idle_mount_says_that_its_lease_was_broken() {
+    let Some((s, _server, url)) = Setting::redis(&["--appendonly", "no"]) else {
+        return;
+    };
+    s.export("a", &url, &["--size", "4M"]).ok();
+    s.export_as(
+        "a",
+        "idle",
+        &url.replace("vm1", "vm2"),
+        &["--size", "4M", "--direct"],
+    )
+    .ok();
+    let links = || -> Vec<String> {
+        let mounts = s.run("a", &["mounts", "--json"]).ok().json();
+        let link = |mount: &Value| mount["disks"][0]["link"].as_str().unwrap().to_owned();
+        mounts.iter().map(link).collect()
+    };
+    assert_eq!(links(), ["up", "up"]);
+    s.run("b", &["mounts", "break", &url, "--yes"]).ok();
+    s.run(
+        "b",
+        &["mounts", "break", &url.replace("vm1", "vm2"), "--yes"],
+    )
+    .ok();
+    until("both are told", || {
+        links().iter().all(|link| link.contains("lease was broken"))
+    });
+    let mut client = s.client("a");
+    assert!(client.write(0, &[1; 4096]).is_err() || client.flush().is_err());
+    drop(client);
     s.unmount("a", &["--discard", "--yes"]).ok();
 }
 

@@ -70,6 +70,7 @@ impl Images for Devices {
             // Caches of another content are refused. A site has the digest of each image; these never change.
             digest: Digest(*blake3::hash(name.as_bytes()).as_bytes()),
             arriving: None,
+            through: None,
         })
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::overlay;
-use drover_net::Refusal;
+use drover_net::{Code, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::changes;
 use drover_store::generations::{
@@ -299,6 +299,11 @@ impl Server {
     /// An image that no mount has open for writing. The caller holds its [`Self::image_lock`].
     fn unopened(&self, name: &ImageName) -> Result<Unopened, Refusal> {
         let base = self.config.images.open(name)?;
+        if base.through.is_some() {
+            // Nothing here sees what is written to it.
+            let text = format!("{name} is a disk in a store, which has no generations");
+            return Err(Refusal::new(Code::Unsupported, text));
+        }
         let path = changes::directory(&self.config.state, name);
         let leases = LeaseTable::open(name.clone(), path.clone())?;
         let directory = self

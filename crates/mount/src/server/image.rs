@@ -21,8 +21,10 @@ mod hand_over;
 use super::arriving::{Arrival, Arriving, arrival};
 use super::overlays::{finish_discarding, refuse};
 use super::points::Points;
+use super::pool::Pool;
 use super::recording;
 use super::settler::{RunningGuard, Settler};
+use super::through::{Through, WriteThrough};
 use super::unit::Unit;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
@@ -167,6 +169,8 @@ pub struct Base {
     pub digest: Digest,
     /// Of an image that is still arriving: waits for parts of it.
     pub arriving: Option<Arc<dyn Arriving>>,
+    /// Of a disk that takes its writes itself: how. Others have an overlay.
+    pub through: Option<WriteThrough>,
 }
 
 /// An image opened for mounts: any number of readers, and at most one writer.
@@ -178,6 +182,8 @@ pub struct Image {
     directory: PathBuf,
     /// What mounts wrote over it.
     overlay: OnceLock<Recorded<Overlay>>,
+    /// Of a disk that takes its writes itself, in the place of an overlay.
+    through: Option<Through>,
     /// Held during a disk sync, so only locked by threads that may block.
     leases: Mutex<LeaseTable>,
     /// The lease edition whose writer staged the current epoch. Locked inside the leases.
@@ -206,7 +212,11 @@ impl Image {
         let base = images.open(name)?;
         let directory = changes::directory(state, name);
         let leases = LeaseTable::open(name.clone(), directory.clone())?;
+        let size = base.device.size();
+        let through = base.through.as_ref();
+        let through = through.map(|how| Through::open(how, size)).transpose()?;
         let image = Self {
+            through,
             staged_by: Mutex::new(leases.last_edition()),
             leases: Mutex::new(leases),
             name: name.clone(),
@@ -218,7 +228,7 @@ impl Image {
             points: Points::default(),
         };
         // Any past holder of the writer's lease may have written.
-        if !image.leases.lock().was_written() {
+        if image.through.is_some() || !image.leases.lock().was_written() {
             return Ok(image);
         }
         image.finish_discarding()?;
@@ -333,14 +343,15 @@ impl Image {
         if access == Access::ReadWrite && !leases.is_held_by(who.peer.key, who.mount) {
             self.images.may_be_written(&self.name, who.mount)?;
         }
-        if access == Access::ReadWrite && self.generations().is_none() && self.directory.is_dir() {
+        let in_overlay = access == Access::ReadWrite && self.through.is_none();
+        if in_overlay && self.generations().is_none() && self.directory.is_dir() {
             let directory = self.own_directory().map_err(refuse)?;
             recording::check(directory, &self.name, state(before))?;
         }
         leases.enter(who, access, now, connected)?;
         granted();
         let (edition, fresh) = leases.edition(who, expected, state(0));
-        if access == Access::ReadWrite {
+        if in_overlay {
             let before = state(before);
             self.open_overlay().map_err(refuse)?;
             self.open_for_writing(before, state(edition))?;
@@ -507,8 +518,16 @@ impl Image {
         })
     }
 
+    /// The threads for its requests; none for those of all images.
+    pub fn pool(&self) -> Option<&Arc<Pool>> {
+        self.through.as_ref().map(Through::pool)
+    }
+
     /// The last committed epoch.
     pub fn committed(&self) -> u64 {
+        if let Some(through) = &self.through {
+            return through.committed();
+        }
         self.opened().map_or(0, |device| device.committed().0)
     }
 
@@ -531,6 +550,10 @@ impl Image {
     /// # Errors
     /// Another epoch than the next, no space, or a disk error.
     pub fn stage(&self, peer: &PeerKey, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
+        if let Some(through) = &self.through {
+            self.follows(epoch)?;
+            return through.stage(epoch, changes);
+        }
         let overlay = self.next(epoch)?;
         let _room = self.room(peer, |_| Overlay::space_to_stage(changes))?;
         overlay.stage(Epoch(epoch), changes).map_err(refuse)
@@ -562,6 +585,10 @@ impl Image {
         self.lease_of(&leases, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
+        }
+        if let Some(through) = &self.through {
+            self.follows(epoch)?;
+            return through.commit(epoch, covers);
         }
         let overlay = self.next(epoch)?;
         let _room = self.room(&peer, |overlay| overlay.space_to_commit(Epoch(epoch)))?;
@@ -605,6 +632,9 @@ impl Image {
 
     /// The staged epoch (0: none), what is staged of `epoch` from a byte on, and up to which byte that is complete.
     pub fn staged(&self, epoch: u64, from: u64) -> (u64, Vec<(u64, u64)>, u64) {
+        if let Some(through) = &self.through {
+            return through.staged(epoch, from, MAX_RUNS);
+        }
         let Some(device) = self.opened() else {
             return (0, Vec::new(), self.base.device.size());
         };
@@ -618,9 +648,10 @@ impl Image {
     /// # Errors
     /// A disk error.
     pub fn abandon(&self) -> Result<(), Refusal> {
-        match self.opened() {
-            Some(device) => device.abandon().map_err(refuse),
-            None => Ok(()),
+        match (&self.through, self.opened()) {
+            (Some(through), _) => through.abandon(),
+            (None, Some(device)) => device.abandon().map_err(refuse),
+            (None, None) => Ok(()),
         }
     }
 
@@ -640,12 +671,17 @@ impl Image {
     fn next(&self, epoch: u64) -> Result<&Overlay, Refusal> {
         let read_only = || refusal_of(DeviceError::ReadOnly);
         let device = self.opened().ok_or_else(read_only)?;
-        let committed = device.committed().0;
+        self.follows(epoch)?;
+        Ok(device)
+    }
+
+    fn follows(&self, epoch: u64) -> Result<(), Refusal> {
+        let committed = self.committed();
         if epoch <= committed {
             let text = format!("epoch {epoch} cannot follow epoch {committed}");
             return Err(Refusal::new(Code::OutOfOrder, text));
         }
-        Ok(device)
+        Ok(())
     }
 
     /// Copies the committed epoch into place on a thread of its own: the reply is being sent already, and a thread of
@@ -701,80 +737,4 @@ impl Drop for Image {
 mod crash_tests;
 
 #[cfg(test)]
-mod tests {
-    use drover_device::backend::MemoryDevice;
-    use drover_net::Rights;
-
-    use super::*;
-
-    struct One;
-
-    impl Images for One {
-        fn allow(&self, _: &ImageName, _: &Peer, _: Access) -> Result<(), Refusal> {
-            Ok(())
-        }
-
-        fn room(&self, _: &PeerKey, _: u64) -> Result<Room, Refusal> {
-            Ok(Box::new(()))
-        }
-
-        fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
-            Ok(Base {
-                device: Arc::new(MemoryDevice::from_bytes(&[0; 8192])),
-                digest: Digest([7; 32]),
-                arriving: None,
-            })
-        }
-    }
-
-    #[test]
-    fn the_end_of_a_broken_lease_takes_nothing_from_the_next_writer() {
-        let state = tempfile::tempdir().unwrap();
-        let name = ImageName::new("web").unwrap();
-        let images: Arc<dyn Images> = Arc::new(One);
-        let image = Image::open(&name, &images, state.path()).unwrap();
-        let enter = |n: u8| {
-            let who = Who {
-                peer: Peer {
-                    key: PeerKey([n; 32]),
-                    name: format!("site{n}"),
-                    rights: Rights::DEFAULT.of_peer(),
-                    domain: "default".into(),
-                },
-                mount: MountId([n; 16]),
-                link: 1,
-                note: "disk".into(),
-                term: None,
-            };
-            let entered = image.enter(
-                &who,
-                Access::ReadWrite,
-                None,
-                Duration::ZERO,
-                &|_| false,
-                &|| (),
-            );
-            entered.unwrap();
-            image.begin_link().unwrap();
-        };
-        let peer = |n| PeerKey([n; 32]);
-        let change = |at| [Change::Write(at, vec![9; 4096].into())];
-        enter(1);
-        image.stage(&peer(1), 5, &change(0)).unwrap();
-        image.break_lease(&|_| Some(Loss::Revoked)).unwrap();
-        enter(2);
-        image.stage(&peer(2), 6, &change(0)).unwrap();
-        // The thread that broke the lease has waited until now for the first writer's connections.
-        image.abandon_unheld().unwrap();
-        image.stage(&peer(2), 6, &change(4096)).unwrap();
-        image.commit(6, 8192, peer(2), MountId([2; 16])).unwrap();
-        let mut bytes = [0; 8192];
-        image.device().read(0, &mut bytes).unwrap();
-        assert!(bytes == [9; 8192], "half an epoch counts");
-        // Without a next writer the staged epoch is dropped.
-        image.stage(&peer(2), 7, &change(0)).unwrap();
-        image.break_lease(&|_| Some(Loss::Revoked)).unwrap();
-        image.abandon_unheld().unwrap();
-        assert_eq!(image.staged(7, 0).0, 0);
-    }
-}
+mod tests;

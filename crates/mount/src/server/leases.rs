@@ -134,6 +134,22 @@ impl Server {
         Ok(ended.is_some())
     }
 
+    /// Ends all connections of the mounts of an image, which nobody can use any more.
+    pub async fn refuse_mounts(&self, name: &ImageName, refusal: &Refusal) {
+        let connections: Vec<_> = {
+            let state = self.state.lock();
+            let mounts = state.mounts.values();
+            let its = mounts.filter(|mount| mount.image.name() == name);
+            its.flat_map(|mount| mount.connections.clone()).collect()
+        };
+        let mut ended = tokio::task::JoinSet::new();
+        for connection in connections {
+            let refusal = refusal.clone();
+            ended.spawn(async move { connection.end(refusal).await });
+        }
+        while ended.join_next().await.is_some() {}
+    }
+
     /// Breaks the writer's lease of an image if `how` says how its holder loses it; returns the holder.
     pub(super) async fn end_lease(
         self: &Arc<Self>,

@@ -148,6 +148,7 @@ impl Images for Shelf {
             device,
             digest: Digest([7; 32]),
             arriving: None,
+            through: None,
         })
     }
 

@@ -45,6 +45,7 @@ impl Images for OnFake {
             device: Arc::new(MemoryDevice::new(SIZE)),
             digest: Digest([7; 32]),
             arriving: None,
+            through: None,
         })
     }
 

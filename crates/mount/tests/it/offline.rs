@@ -86,6 +86,7 @@ fn another_image_ends_it_when_the_link_comes() {
             device,
             digest,
             arriving: None,
+            through: None,
         },
     );
     let elsewhere = tempfile::tempdir().unwrap();

@@ -40,6 +40,7 @@ impl Shelf {
             device,
             digest: Digest([7; 32]),
             arriving: None,
+            through: None,
         };
         shelf.0.lock().insert(name(text), base);
         Arc::new(shelf)

@@ -29,6 +29,7 @@ impl Images for OnFake {
             device: Arc::new(MemoryDevice::new(CHUNKS * CHUNK)),
             digest: Digest([7; 32]),
             arriving: None,
+            through: None,
         })
     }
 

@@ -33,7 +33,7 @@ impl Image {
             epoch: self.committed(),
         };
         let has_writer = leases.holder().is_some();
-        let is_recorded = point && has_writer;
+        let is_recorded = point && has_writer && self.through.is_none();
         if is_recorded && self.generations().is_none() {
             self.open_for_writing(identity, identity)?;
         }
