@@ -1,10 +1,14 @@
 //! The contract that every device is held to, against a plain reference model: a vector of bytes.
 
+#[cfg(feature = "cassandra")]
+mod cassandra;
 mod faults;
 mod probe;
 #[cfg(feature = "redis")]
 mod redis;
 
+#[cfg(feature = "cassandra")]
+pub use cassandra::CassandraCluster;
 pub use faults::{
     Bucket, Cut, CutHandle, CutHow, Delay, Errors, ErrorsHandle, Fault, Latency, Rate, Strict,
     When, Wire,

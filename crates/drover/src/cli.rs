@@ -224,7 +224,7 @@ pub struct ServeArgs {
     /// PostgreSQL database for the catalog, in the place of a file in the site directory; remembered for the other commands and later starts [default: config.toml]
     #[arg(long, value_name = "URL")]
     pub catalog: Option<CatalogUrl>,
-    /// Serve a disk in a store (s3://BUCKET/DISK, redis://HOST/DATABASE?prefix=DISK) to peers under this name among the images; the site has its write lease while it runs; repeatable [default: config.toml]
+    /// Serve a disk in a store (s3://BUCKET/DISK, redis://HOST/DATABASE?prefix=DISK, cassandra://HOST/KEYSPACE/DISK) to peers under this name among the images; the site has its write lease while it runs; repeatable [default: config.toml]
     #[arg(long, value_name = "NAME=URL", value_parser = values::parse_served_disk)]
     pub disk: Vec<(ImageName, StoreAddress)>,
     #[command(flatten)]

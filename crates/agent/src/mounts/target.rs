@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// What is mounted: an image of a peer (`PEER:NAME`) or of this site (`NAME`), a local disk outside any site
 /// (`file:PATH`, `dir:PATH`), an export of an NBD server (`nbd://...`, `nbd+unix://...`), a disk in a store
-/// (`s3://...`, `redis://...`), or a snapshot in a vault (`NAME@TIME`, which is parsed as an image of this site).
+/// (`s3://...`, `redis://...`, `cassandra://...`), or a snapshot in a vault (`NAME@TIME`, which is parsed as an image of this site).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; `None` for this site.
@@ -139,7 +139,7 @@ impl FromStr for Target {
         };
         ImageName::new(image).map_err(|e| {
             format!(
-                "{e}; expected PEER:IMAGE, IMAGE, NAME@TIME, file:PATH, dir:PATH, nbd://HOST/EXPORT, s3://BUCKET/DISK or redis://HOST/DATABASE?prefix=DISK"
+                "{e}; expected PEER:IMAGE, IMAGE, NAME@TIME, file:PATH, dir:PATH, nbd://HOST/EXPORT, s3://BUCKET/DISK, redis://HOST/DATABASE?prefix=DISK or cassandra://HOST/KEYSPACE/DISK"
             )
         })?;
         Ok(Target {

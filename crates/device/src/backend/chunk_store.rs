@@ -1,4 +1,4 @@
-//! A disk in a store of keys and values: an object store, Redis. One core for all of them, over [`ChunkStore`].
+//! A disk in a store of keys and values: an object store, Redis, Cassandra. One core for all of them, over [`ChunkStore`].
 //!
 //! Nothing is overwritten but one header. An object holds a run of chunks, each with a digest; it is written once, under
 //! a key with its number and a version that no other write has. A table, in pages that are written once as well, has the
@@ -10,6 +10,8 @@
 
 mod address;
 mod buffer;
+#[cfg(feature = "cassandra")]
+mod cassandra;
 #[cfg(feature = "s3")]
 mod cloud;
 mod commit;
@@ -18,6 +20,9 @@ mod device;
 mod epochs;
 mod error;
 mod format;
+#[cfg(all(fuzzing, not(feature = "cassandra")))]
+#[path = "chunk_store/cassandra/frame.rs"]
+mod frame;
 mod head;
 mod inner;
 mod open;
@@ -26,6 +31,8 @@ mod redis;
 #[cfg(all(fuzzing, not(feature = "redis")))]
 #[path = "chunk_store/redis/reply.rs"]
 mod reply;
+#[cfg(any(feature = "redis", feature = "cassandra"))]
+mod socket;
 mod store;
 mod sweep;
 mod table;
@@ -35,7 +42,11 @@ mod testing;
 mod tests;
 mod write_back;
 
-pub use address::{AddressError, RedisServer, StoreAddress};
+pub use address::{AddressError, CassandraTable, RedisServer, StoreAddress};
+#[cfg(feature = "cassandra")]
+pub use cassandra::CassandraStore;
+#[cfg(all(feature = "cassandra", feature = "testing"))]
+pub use cassandra::cassandra_query;
 #[cfg(feature = "s3")]
 pub use cloud::CloudStore;
 pub use device::StoreDevice;
@@ -67,6 +78,9 @@ pub mod fuzzing {
         let _ = format::decode_page(&[0; 16], 0, Version(1), bytes);
         #[cfg(not(feature = "redis"))]
         let _ = super::reply::read(&mut std::io::Cursor::new(bytes), 4096);
+        #[cfg(not(feature = "cassandra"))]
+        let _ = super::frame::read(&mut std::io::Cursor::new(bytes), 4096)
+            .and_then(|frame| super::frame::answer(&frame));
         if let Ok(key) = std::str::from_utf8(bytes) {
             let _ = format::parse_key(key);
             let _ = key.parse::<super::StoreAddress>();

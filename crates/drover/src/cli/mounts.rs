@@ -46,7 +46,7 @@ Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB
 pub struct MountArgs {
     /// Disk to mount: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
     /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
-    /// redis://HOST/DATABASE?prefix=DISK in Redis
+    /// redis://HOST/DATABASE?prefix=DISK in Redis, cassandra://HOST/KEYSPACE/DISK in Cassandra
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
@@ -86,7 +86,7 @@ Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB
 pub struct ExportArgs {
     /// Disks to export: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
     /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
-    /// redis://HOST/DATABASE?prefix=DISK in Redis
+    /// redis://HOST/DATABASE?prefix=DISK in Redis, cassandra://HOST/KEYSPACE/DISK in Cassandra
     #[arg(required = true, value_name = "DISK")]
     pub images: Vec<Target>,
     /// Address to listen on: unix:PATH, a socket that only this user can open (mode 0600), or ADDRESS:PORT
@@ -213,7 +213,7 @@ Sizes are in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB
 pub struct AttachArgs {
     /// Disk to attach: PEER:IMAGE or an IMAGE of this site; NAME@TIME, a snapshot in a vault; file:PATH or dir:PATH on this host;
     /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH of an NBD server; s3://BUCKET/DISK, gs:// or az:// in an object store,
-    /// redis://HOST/DATABASE?prefix=DISK in Redis
+    /// redis://HOST/DATABASE?prefix=DISK in Redis, cassandra://HOST/KEYSPACE/DISK in Cassandra
     #[arg(value_name = "DISK")]
     pub image: Target,
     /// Kernel driver to use

@@ -1,10 +1,10 @@
-//! Disks in object stores and Redis, through the program: real servers, crashes, two writers, stores that forget.
+//! Disks in object stores, Redis and Cassandra, through the program: real servers, crashes, two writers, stores that forget.
 
 mod served;
 
 use std::path::PathBuf;
 
-use drover_device::testing::RedisProcess;
+use drover_device::testing::{CassandraCluster, RedisProcess};
 use drover_vault::testing::S3Server;
 use serde_json::Value;
 
@@ -257,6 +257,48 @@ fn credentials_that_expire_in_the_middle() {
     s.unmount("a", &[]).ok();
     s.export("b", DISK, &["--direct", "--read-only"]).ok();
     assert_eq!(s.client("b").read(8192, 8192).unwrap(), [7; 8192]);
+    s.unmount("b", &[]).ok();
+}
+
+/// One host writes with a cache, the next one without; only one at a time.
+#[test]
+fn a_disk_in_cassandra_goes_from_host_to_host() {
+    let world = World::new();
+    let Some(mut cluster) = CassandraCluster::start(&world.path("store"), 1) else {
+        return;
+    };
+    let url = format!("cassandra://{}/disks/vm1", cluster.at(0));
+    let variables = Vec::new();
+    let s = Setting { world, variables }.begun();
+    s.export("a", &url.replace("disks", "nowhere"), &[])
+        .fails(1, &["no keyspace nowhere"]);
+    s.export("a", &url, &[])
+        .fails(3, &["there is no disk", "--size SIZE makes one"]);
+    let exported = s.export("a", &url, &["--size", "4M"]).ok();
+    assert!(exported.err.contains("one copy"), "{exported:?}");
+    let mut bytes = vec![0; 4 << 20];
+    fastrand::Rng::with_seed(4).fill(&mut bytes[..1 << 20]);
+    let mut client = s.client("a");
+    client.write(0, &bytes[..1 << 20]).unwrap();
+    client.flush().unwrap();
+    s.export("b", &url, &[]).fails(3, &["is in use"]);
+    // What is not pushed stays in the cache of a mount that is killed, whatever becomes of the server.
+    cluster.kill(0);
+    client.write(2 << 20, &[7; 100_000]).unwrap();
+    bytes[2 << 20..][..100_000].fill(7);
+    client.flush().unwrap();
+    s.kill_daemon("a");
+    drop(client);
+    cluster.start_again(0);
+    s.export("a", &url, &[]).ok();
+    s.unmount("a", &[]).ok();
+    s.export("b", &url, &["--direct"]).ok();
+    let mut client = s.client("b");
+    assert!(client.read(0, 4 << 20).unwrap() == bytes);
+    client.write(3_000_001, &[9; 5000]).unwrap();
+    client.flush().unwrap();
+    assert_eq!(client.read(3_000_000, 3).unwrap(), [0, 9, 9]);
+    drop(client);
     s.unmount("b", &[]).ok();
 }
 

@@ -10,11 +10,18 @@ use serde::{Deserialize, Serialize};
 const MAX_URL: usize = 1024;
 /// The port of a Redis server.
 const REDIS_PORT: u16 = 6379;
+/// The port of a Cassandra server.
+const CASSANDRA_PORT: u16 = 9042;
+/// Servers of a cluster that are named, at most.
+const MAX_HOSTS: usize = 8;
+/// Bytes of a name in Cassandra: that of a keyspace, and of a table, which is a disk's.
+const MAX_CASSANDRA_NAME: usize = 48;
 /// The prefix of keys in Redis, if none is named.
 const REDIS_PREFIX: &str = "drover";
 
-/// The store and place of a disk: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, or
-/// `redis://[USER@]HOST[:PORT][/DATABASE][?prefix=PREFIX][&password-file=PATH]` (`rediss:` by TLS).
+/// The store and place of a disk: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`,
+/// `redis://[USER@]HOST[:PORT][/DATABASE][?prefix=PREFIX][&password-file=PATH]` (`rediss:` by TLS), or
+/// `cassandra://[USER@]HOST[:PORT][,HOST[:PORT]...]/KEYSPACE/DISK[?password-file=PATH]` (`cassandras:` by TLS).
 ///
 /// ```
 /// use drover_device::backend::chunk_store::StoreAddress;
@@ -31,6 +38,25 @@ pub enum StoreAddress {
     Objects(String),
     /// Keys with a prefix in a database of a Redis server.
     Redis(RedisServer, String),
+    /// A table of Cassandra or ScyllaDB.
+    Cassandra(CassandraTable),
+}
+
+/// A table in a cluster of Cassandra or ScyllaDB.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CassandraTable {
+    /// Some of its servers, with their ports; IPv6 addresses without brackets. Any of them answers for all.
+    pub hosts: Vec<(String, u16)>,
+    /// Whether they are spoken to by TLS.
+    pub tls: bool,
+    /// The user; none for that of the credentials' file, if there is one.
+    pub user: Option<String>,
+    /// A file with the password; none for that of the credentials' file.
+    pub password_file: Option<PathBuf>,
+    /// The keyspace.
+    pub keyspace: String,
+    /// The table, of a disk's name.
+    pub table: String,
 }
 
 /// Where a Redis server is.
@@ -62,7 +88,15 @@ impl StoreAddress {
     /// Whether a text begins as such a URL.
     #[must_use]
     pub fn is_one(text: &str) -> bool {
-        let schemes = ["s3", "gs", "az", "redis", "rediss"];
+        let schemes = [
+            "s3",
+            "gs",
+            "az",
+            "redis",
+            "rediss",
+            "cassandra",
+            "cassandras",
+        ];
         let scheme = text.split_once("://").map(|(scheme, _)| scheme);
         scheme.is_some_and(|scheme| schemes.contains(&scheme))
     }
@@ -76,6 +110,7 @@ impl StoreAddress {
                 let last = prefix.rsplit([':', '/']).next();
                 last.unwrap_or(prefix)
             }
+            StoreAddress::Cassandra(table) => &table.table,
         }
     }
 
@@ -87,6 +122,7 @@ impl StoreAddress {
             StoreAddress::Objects(url) if url.starts_with("az:") => "az",
             StoreAddress::Objects(_) => "s3",
             StoreAddress::Redis(..) => "redis",
+            StoreAddress::Cassandra(_) => "cassandra",
         }
     }
 }
@@ -102,7 +138,10 @@ impl FromStr for StoreAddress {
             }
             "s3" | "gs" | "az" => in_bucket(scheme, rest),
             "redis" | "rediss" => in_redis(rest, scheme == "rediss"),
-            _ => Err("expected s3://BUCKET/DISK or redis://HOST/DATABASE?prefix=DISK"),
+            "cassandra" | "cassandras" => in_cassandra(rest, scheme == "cassandras"),
+            _ => Err(
+                "expected s3://BUCKET/DISK, redis://HOST/DATABASE?prefix=DISK or cassandra://HOST/KEYSPACE/DISK",
+            ),
         };
         // Not the whole text, which may have a password all the same.
         parsed.map_err(|why| AddressError {
@@ -112,7 +151,7 @@ impl FromStr for StoreAddress {
     }
 }
 
-const NO_SECRETS: &str = "a password or key in a URL is seen by other users of this host: object stores find theirs in the environment or ~/.aws/credentials, Redis in REDISCLI_AUTH or ?password-file=PATH";
+const NO_SECRETS: &str = "a password or key in a URL is seen by other users of this host: object stores find theirs in the environment or ~/.aws/credentials, Redis in REDISCLI_AUTH, Cassandra in ~/.cassandra/credentials, or both in ?password-file=PATH";
 
 fn in_bucket(scheme: &str, rest: &str) -> Result<StoreAddress, &'static str> {
     let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
@@ -135,22 +174,24 @@ fn in_bucket(scheme: &str, rest: &str) -> Result<StoreAddress, &'static str> {
     }
 }
 
-fn in_redis(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
-    let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
-    let (authority, database) = path.split_once('/').unwrap_or((path, ""));
-    let (user, host) = match authority.rsplit_once('@') {
-        Some((user, _)) if user.contains(':') => return Err(NO_SECRETS),
-        Some((user, host)) => (Some(user.to_owned()), host),
-        None => (None, authority),
-    };
-    let (host, port) = match host.strip_prefix('[') {
+fn user_and_hosts(authority: &str) -> Result<(Option<String>, &str), &'static str> {
+    match authority.rsplit_once('@') {
+        Some((user, _)) if user.contains(':') => Err(NO_SECRETS),
+        Some(("", hosts)) => Ok((None, hosts)),
+        Some((user, hosts)) => Ok((Some(user.to_owned()), hosts)),
+        None => Ok((None, authority)),
+    }
+}
+
+fn host_and_port(text: &str, usual_port: u16) -> Result<(String, u16), &'static str> {
+    let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
             let (host, port) = rest.split_once(']').ok_or("an address lacks its bracket")?;
             (host, port.strip_prefix(':'))
         }
-        None => match host.split_once(':') {
+        None => match text.split_once(':') {
             Some((host, port)) => (host, Some(port)),
-            None => (host, None),
+            None => (text, None),
         },
     };
     let usual = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
@@ -159,8 +200,59 @@ fn in_redis(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
     }
     let port = match port {
         Some(port) => port.parse().map_err(|_| "its port is none")?,
-        None => REDIS_PORT,
+        None => usual_port,
     };
+    Ok((host.to_owned(), port))
+}
+
+fn in_cassandra(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
+    let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let mut parts = path.split('/');
+    let (user, hosts) = user_and_hosts(parts.next().unwrap_or_default())?;
+    let hosts = hosts
+        .split(',')
+        .map(|host| host_and_port(host, CASSANDRA_PORT))
+        .collect::<Result<Vec<_>, _>>()?;
+    if hosts.len() > MAX_HOSTS {
+        return Err("it names too many hosts: some of a cluster's are enough");
+    }
+    let (keyspace, table) = (parts.next(), parts.next());
+    let (Some(keyspace), Some(table), None) = (keyspace, table, parts.next()) else {
+        return Err("it names no keyspace, or no disk in it: HOST/KEYSPACE/DISK");
+    };
+    let is_name = |name: &str| {
+        let usual = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        (1..=MAX_CASSANDRA_NAME).contains(&name.len()) && name.chars().all(usual)
+    };
+    if !is_name(keyspace) || !is_name(table) {
+        return Err(
+            "names of keyspaces and disks in Cassandra have at most 48 of a-z, 0-9 and `_`",
+        );
+    }
+    let mut password_file = None;
+    for parameter in query.split('&').filter(|part| !part.is_empty()) {
+        match parameter.split_once('=') {
+            Some(("password-file", path)) => {
+                password_file = Some(std::path::absolute(path).map_err(|_| "its file is none")?);
+            }
+            _ => return Err("its parameter is `password-file`"),
+        }
+    }
+    Ok(StoreAddress::Cassandra(CassandraTable {
+        hosts,
+        tls,
+        user,
+        password_file,
+        keyspace: keyspace.to_owned(),
+        table: table.to_owned(),
+    }))
+}
+
+fn in_redis(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
+    let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let (authority, database) = path.split_once('/').unwrap_or((path, ""));
+    let (user, host) = user_and_hosts(authority)?;
+    let (host, port) = host_and_port(host, REDIS_PORT)?;
     let database = match database {
         "" => 0,
         number => number.parse().map_err(|_| "a database is a number")?,
@@ -184,11 +276,11 @@ fn in_redis(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
         );
     }
     let server = RedisServer {
-        host: host.to_owned(),
+        host,
         port,
         tls,
         database,
-        user: user.filter(|user| !user.is_empty()),
+        user,
         password_file,
     };
     Ok(StoreAddress::Redis(server, prefix))
@@ -196,25 +288,49 @@ fn in_redis(rest: &str, tls: bool) -> Result<StoreAddress, &'static str> {
 
 impl fmt::Display for StoreAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (server, prefix) = match self {
-            StoreAddress::Objects(url) => return f.write_str(url),
-            StoreAddress::Redis(server, prefix) => (server, prefix),
-        };
-        let scheme = if server.tls { "rediss" } else { "redis" };
-        write!(f, "{scheme}://")?;
-        if let Some(user) = &server.user {
-            write!(f, "{user}@")?;
-        }
-        match server.host.contains(':') {
-            true => write!(f, "[{}]", server.host)?,
-            false => f.write_str(&server.host)?,
-        }
-        write!(f, ":{}/{}?prefix={prefix}", server.port, server.database)?;
-        match &server.password_file {
-            Some(path) => write!(f, "&password-file={}", path.display()),
-            None => Ok(()),
+        match self {
+            StoreAddress::Objects(url) => f.write_str(url),
+            StoreAddress::Redis(server, prefix) => {
+                let scheme = if server.tls { "rediss" } else { "redis" };
+                let hosts = [(server.host.clone(), server.port)];
+                write_authority(f, scheme, server.user.as_deref(), &hosts)?;
+                write!(f, "/{}?prefix={prefix}", server.database)?;
+                match &server.password_file {
+                    Some(path) => write!(f, "&password-file={}", path.display()),
+                    None => Ok(()),
+                }
+            }
+            StoreAddress::Cassandra(table) => {
+                let scheme = if table.tls { "cassandras" } else { "cassandra" };
+                write_authority(f, scheme, table.user.as_deref(), &table.hosts)?;
+                write!(f, "/{}/{}", table.keyspace, table.table)?;
+                match &table.password_file {
+                    Some(path) => write!(f, "?password-file={}", path.display()),
+                    None => Ok(()),
+                }
+            }
         }
     }
+}
+
+fn write_authority(
+    f: &mut fmt::Formatter<'_>,
+    scheme: &str,
+    user: Option<&str>,
+    hosts: &[(String, u16)],
+) -> fmt::Result {
+    write!(f, "{scheme}://")?;
+    if let Some(user) = user {
+        write!(f, "{user}@")?;
+    }
+    for (nth, (host, port)) in hosts.iter().enumerate() {
+        let comma = if nth > 0 { "," } else { "" };
+        match host.contains(':') {
+            true => write!(f, "{comma}[{host}]:{port}")?,
+            false => write!(f, "{comma}{host}:{port}")?,
+        }
+    }
+    Ok(())
 }
 
 impl TryFrom<String> for StoreAddress {
@@ -252,6 +368,18 @@ mod tests {
                 "web",
                 "redis",
             ),
+            (
+                "cassandra://lyon,[::1]:9043/vms/web_1",
+                "cassandra://lyon:9042,[::1]:9043/vms/web_1",
+                "web_1",
+                "cassandra",
+            ),
+            (
+                "cassandras://me@lyon/vms/web?password-file=/run/x",
+                "cassandras://me@lyon:9042/vms/web?password-file=/run/x",
+                "web",
+                "cassandra",
+            ),
         ] {
             let address: StoreAddress = text.parse().unwrap();
             assert!(StoreAddress::is_one(text));
@@ -277,6 +405,14 @@ mod tests {
             "redis://h?db=3",
             "redis://:hunter2@h/0",
             "redis://me:hunter2@h/0",
+            "cassandra://h/ks",
+            "cassandra://h/ks/a/b",
+            "cassandra://h/ks/a-b",
+            "cassandra://h/ks/A",
+            "cassandra://h,/ks/a",
+            "cassandra://a,b,c,d,e,f,g,h,i/ks/a",
+            "cassandra://h/ks/a?prefix=x",
+            "cassandra://me:hunter2@h/ks/a",
             "ftp://x/y",
             "s3://b/x\n",
         ] {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use drover_core::DeviceError;
 
-use super::address::{RedisServer, StoreAddress};
+use super::address::{CassandraTable, RedisServer, StoreAddress};
 use super::store::ChunkStore;
 
 impl StoreAddress {
@@ -16,6 +16,7 @@ impl StoreAddress {
         match self {
             StoreAddress::Objects(url) => objects(url),
             StoreAddress::Redis(server, prefix) => redis(server, prefix, &self.to_string()),
+            StoreAddress::Cassandra(table) => cassandra(table, &self.to_string()),
         }
     }
 }
@@ -46,5 +47,17 @@ fn redis(
 #[cfg(not(feature = "redis"))]
 fn redis(_: &RedisServer, _: &str, text: &str) -> Result<Arc<dyn ChunkStore>, DeviceError> {
     let why = format!("use {text}: this program was built without Redis (feature redis)");
+    Err(DeviceError::Unsupported(why.into()))
+}
+
+#[cfg(feature = "cassandra")]
+fn cassandra(table: &CassandraTable, text: &str) -> Result<Arc<dyn ChunkStore>, DeviceError> {
+    let store = super::cassandra::CassandraStore::connect(table.clone(), text)?;
+    Ok(Arc::new(store))
+}
+
+#[cfg(not(feature = "cassandra"))]
+fn cassandra(_: &CassandraTable, text: &str) -> Result<Arc<dyn ChunkStore>, DeviceError> {
+    let why = format!("use {text}: this program was built without Cassandra (feature cassandra)");
     Err(DeviceError::Unsupported(why.into()))
 }

@@ -17,6 +17,7 @@ use self::connection::{Command, Connection, command};
 use self::reply::Reply;
 use super::address::RedisServer;
 use super::format::random;
+use super::socket::is_tls;
 use super::store::{ChunkStore, Each, Promise, Tag, Wanted};
 
 /// Bytes of the disk in a value: r3map's chunk.
@@ -119,7 +120,7 @@ impl RedisStore {
                 DeviceError::Unavailable(format!("{text} ({PASSWORDS})"))
             }
             // It says nothing of what is stored. A refusal of TLS may end: certificates are renewed.
-            io::ErrorKind::InvalidData if !connection::is_tls(error) => {
+            io::ErrorKind::InvalidData if !is_tls(error) => {
                 DeviceError::Io(Arc::new(io::Error::other(text)))
             }
             _ => DeviceError::Unavailable(text),
