@@ -59,11 +59,23 @@ pub fn processes() -> Vec<Process> {
     entries.filter_map(process).collect()
 }
 
-fn show(command: &Command) -> String {
+/// Characters of an argument that are shown: some are scripts.
+const SHOWN: usize = 200;
+
+/// A command as it would be typed.
+pub fn show(command: &Command) -> String {
     let mut shown = command.get_program().to_string_lossy().into_owned();
     for arg in command.get_args() {
         shown.push(' ');
-        shown.push_str(&arg.to_string_lossy());
+        let arg = arg.to_string_lossy();
+        match arg
+            .char_indices()
+            .nth(SHOWN)
+            .map_or(arg.len(), |(at, _)| at)
+        {
+            all if all == arg.len() && !arg.trim().contains('\n') => shown.push_str(&arg),
+            _ => shown.push_str("SCRIPT"),
+        }
     }
     shown
 }
