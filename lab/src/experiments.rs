@@ -59,6 +59,7 @@ pub const ALL: &[Experiment] = &[
     duplicates::availability::EXPERIMENT,
     chunks::EXPERIMENT,
     vault::speed::EXPERIMENT,
+    vault::boot::EXPERIMENT,
     vault::deletion::EXPERIMENT,
     vault::summaries::EXPERIMENT,
     vault::faults::EXPERIMENT,
@@ -99,11 +100,12 @@ pub const NOT_MEASURED: &[(&str, &str)] = &[
     ),
     (
         "vault",
-        "anything: the experiment is new; more versions of a machine than the library has; an object store",
+        "anything: the experiment is new; machines day by day (`corpus-*`); an object store",
     ),
     ("duplicates", "anything: the experiment is new"),
     ("availability", "anything: the experiment is new"),
     ("chunks", "anything: the experiment is new"),
+    ("snapshot-boot", "anything: the experiment is new; KVM"),
     (
         "snapshot-speed",
         "anything: the experiment is new; an object store",

@@ -6,6 +6,7 @@
 mod aged;
 mod build;
 mod cache;
+pub mod daily;
 mod debian;
 mod filesystem;
 mod small;

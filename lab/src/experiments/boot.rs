@@ -254,7 +254,7 @@ pub(super) fn until_login(
     before: Option<(u64, u64)>,
 ) -> Result<Booted> {
     drop(connect(shown)?);
-    let mut guest = Guest::start(kernel, shown.socket(), NAME, dir)?;
+    let mut guest = Guest::start(kernel, shown.socket(), shown.name(), dir)?;
     guest.login(LOGIN)?;
     let login = started.elapsed().as_secs_f64();
     let crossed = net.since(before);

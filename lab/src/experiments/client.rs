@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::shows::{NAME, Shown};
+use super::shows::Shown;
 
 /// Timeout for a disk to appear, and for a reply.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -217,7 +217,7 @@ impl Client {
 pub fn connect(shown: &mut Shown) -> Result<Client> {
     let connected = match shown.file() {
         Some(file) => Client::open(file),
-        None => Nbd::connect(shown.socket(), NAME).map(Client::Nbd),
+        None => Nbd::connect(shown.socket(), shown.name()).map(Client::Nbd),
     };
     // The server's own error message, if any, says more.
     connected.or_else(|e| shown.check().and(Err(e)))

@@ -357,6 +357,8 @@ impl Near<'_> {
 pub struct Shown {
     pub(super) child: Child,
     socket: PathBuf,
+    /// The name of the export.
+    name: String,
     file: Option<PathBuf>,
     said: PathBuf,
 }
@@ -367,9 +369,22 @@ impl Shown {
         Self {
             child,
             socket,
+            name: NAME.to_owned(),
             file: None,
             said,
         }
+    }
+
+    /// With an export of another name.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.name);
+        self
+    }
+
+    /// The name of its export.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// The file of the disk, for a mount.

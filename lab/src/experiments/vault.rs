@@ -1,8 +1,11 @@
 //! A vault compared with backup programs: what several versions of machines take, how fast they are stored, deleted and
 //! restored.
 
+pub mod boot;
+mod corpus;
 pub mod deletion;
 pub mod faults;
+mod series;
 pub mod speed;
 pub mod summaries;
 
@@ -13,6 +16,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use self::series::{Series, Version};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
 use crate::limit::Known;
 use crate::setup::{Lab, Work, file_name, must_be_same};
@@ -26,6 +30,8 @@ const SPEED: &str = "mb_per_cpu_second";
 const DELETE: &str = "delete_seconds";
 const FREED: &str = "freed_mb";
 const RESTORE: &str = "restore_mb_per_second";
+const PERFECT: &str = "times_perfect";
+const METADATA: &str = "metadata_mb";
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "vault",
@@ -33,11 +39,15 @@ pub const EXPERIMENT: Experiment = Experiment {
     text: "Versions of several machines are stored one after the other, the oldest first, in an empty vault or repository in a local directory; then the oldest version of the first \
 machine is deleted and its space freed, and the newest one restored and compared. *Limit*: every different 4 KiB block once, through `zstd -3 --long=27`. The versions of a machine are \
 what the library has: a release, the same with updates, and some months older. drover by `--share`, without encryption; restic with its defaults, which encrypt; borg with `zstd,3` and \
-without encryption, by its default chunks and by fixed ones of 64 KiB. *MB a CPU second* is the data of all versions over the CPU time of storing them.",
+without encryption, by its default chunks and by fixed ones of 64 KiB. *MB a CPU second* is the data of all versions over the CPU time of storing them. *Times perfect*: blocks that the vault has, before compression, over \
+the different ones that there are; *metadata*: all in the vault that is no container. *Day by day*: each machine has five versions. On each day its packages are upgraded, some are added or installed anew, one of them a kernel; files are rewritten, logs and databases grow and are dumped, something is uploaded. \
+The days are kept as what they changed (`lab/cache/days`), and each program gets the same.",
     columns: &[
         Column::label("by", "by"),
         Column::figure(STORED, "MB stored", 1),
         Column::optional(TIMES_LIMIT, "times the limit", 2),
+        Column::optional(PERFECT, "times perfect", 3),
+        Column::optional(METADATA, "MB of metadata", 1),
         Column::optional(SECONDS, "seconds", 1),
         Column::optional(CPU, "CPU seconds", 1),
         Column::optional(SPEED, "MB a CPU second", 0),
@@ -91,7 +101,8 @@ fn cases(lab: &Lab) -> Vec<Case> {
         let what = format!("{versions} versions of {} machines", corpus.len());
         Case::new(id, what, rank, &[Need::Library])
     };
-    corpora(lab).into_iter().map(case).collect()
+    let corpora = corpora(lab).into_iter().map(case);
+    corpora.chain(corpus::cases(lab)).collect()
 }
 
 /// What is measured.
@@ -130,14 +141,6 @@ const ALL: [By; 6] = [
     By::Borg(Some("fixed,65536")),
 ];
 
-/// A version of a machine.
-pub(super) struct Version {
-    /// Of which.
-    pub machine: String,
-    /// The file.
-    pub image: PathBuf,
-}
-
 /// The versions of a corpus, round by round, as timers make them.
 pub(super) fn versions_of(lab: &Lab, corpus: &str) -> Result<Vec<Version>> {
     let corpora = corpora(lab);
@@ -160,22 +163,41 @@ pub(super) fn versions_of(lab: &Lab, corpus: &str) -> Result<Vec<Version>> {
 }
 
 fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
-    let versions = versions_of(lab, &case.id)?;
-    let (mut known, mut limit, mut data) = (Known::default(), 0, 0);
-    for version in &versions {
+    if let Some(machines) = corpus::machines(&case.id) {
+        let corpus = corpus::Daily::new(lab, machines)?;
+        return compare(lab, &corpus.series());
+    }
+    let series = Series {
+        versions: versions_of(lab, &case.id)?,
+        ready: Box::new(|_| Ok(())),
+    };
+    compare(lab, &series)
+}
+
+fn compare(lab: &Lab, series: &Series<'_>) -> Result<Vec<Row>> {
+    let (mut known, mut limit, mut data, mut unique) = (Known::default(), 0, 0, 0);
+    for (number, version) in series.versions.iter().enumerate() {
+        (series.ready)(number)?;
         let added = known.add(&version.image)?;
         limit += added.limit_bytes;
         data += added.data_blocks * 4096;
+        unique += added.unique_blocks * 4096;
     }
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    eprintln!(
+        "  {:.1} MB of data, {:.1} MB different",
+        mb(data),
+        mb(unique)
+    );
     let mut row = Row::new([("by", "limit".to_owned())]);
-    row.set(STORED, limit as f64 / 1e6);
+    row.set(STORED, mb(limit));
     row.set(TIMES_LIMIT, 1.0);
     let mut rows = vec![row];
     for by in ALL {
         let row = Row::new([("by", by.name())]);
         rows.push(match by.program().filter(|program| !shell::have(program)) {
             Some(program) => row.but(Verdict::Skipped(format!("no {program} here"))),
-            None => match measure(lab, by, &versions, row.clone()) {
+            None => match measure(lab, by, series, unique, row.clone()) {
                 Ok(mut row) => {
                     let stored = row.value(STORED).unwrap_or_default();
                     row.set(TIMES_LIMIT, stored * 1e6 / limit as f64);
@@ -191,16 +213,30 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-fn measure(lab: &Lab, by: By, versions: &[Version], mut row: Row) -> Result<Row> {
+/// Stores versions that have so many bytes of different blocks.
+fn measure(lab: &Lab, by: By, series: &Series<'_>, unique: u64, mut row: Row) -> Result<Row> {
+    let versions = &series.versions;
     let tool = Tool::new(lab, by)?;
-    let (began, cpu) = (Instant::now(), watch::cpu_of_children());
+    let (mut seconds, mut used) = (0.0, 0.0);
     for (number, version) in versions.iter().enumerate() {
+        (series.ready)(number)?;
+        let (began, cpu) = (Instant::now(), watch::cpu_of_children());
         tool.store(number, version)?;
+        seconds += began.elapsed().as_secs_f64();
+        used += watch::cpu_of_children() - cpu;
     }
-    row.set(SECONDS, began.elapsed().as_secs_f64());
-    row.set(CPU, watch::cpu_of_children() - cpu);
+    row.set(SECONDS, seconds);
+    row.set(CPU, used);
     let stored = size(&tool.store_dir())?;
     row.set(STORED, stored as f64 / 1e6);
+    if let By::Drover(_) = by {
+        let said = shell::run(tool.command().args(["vault", "stats", "--json"]))?.stdout;
+        let stats: serde_json::Value = serde_json::from_slice(said.trim_ascii())?;
+        let bytes = |key: &str| stats[key].as_f64().with_context(|| format!("no {key}"));
+        let blocks = bytes("used_bytes")? + bytes("garbage_bytes")?;
+        row.set(PERFECT, blocks / unique as f64);
+        row.set(METADATA, bytes("metadata_bytes")? / 1e6);
+    }
 
     let newest = versions
         .iter()

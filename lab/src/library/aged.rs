@@ -45,7 +45,7 @@ pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) ->
         fs::create_dir_all(&tree)?;
         let dump = format!("rdump / \"{}\"", tree.display());
         shell::run(Command::new("debugfs").args(["-R", &dump]).arg(base))?;
-        let notes = vec![churn(&tree, time)?];
+        let notes = vec![churn(&tree, time, 0)?];
         grow_logs(&tree.join("var/log"), LOG_BYTES / 8, time, &mut rng)?;
         let written_by = filesystem::mke2fs(&tree, out, &spec.name)?;
         remove_tree(&tree)?;
@@ -62,10 +62,10 @@ pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) ->
     )?;
     let mounted = filesystem::Mounted::new(out, cache.work.join("mnt"), spec.fs, false)?;
     let (at, debs) = (mounted.at.as_path(), cache.packages(suite)?);
-    let mut notes = vec![upgrade(at, &debs, suite)?, churn(at, time)?];
+    let mut notes = vec![upgrade(at, &debs, suite, ADDED, "")?, churn(at, time, 0)?];
     for round in 0..ROUNDS {
         grow_logs(&at.join("var/log"), LOG_BYTES / ROUNDS, time, &mut rng)?;
-        notes.extend(run_database(at, &debs, round)?);
+        notes.extend(run_database(at, &debs, round, false)?);
     }
     notes.push(format!("logs grew by {} MiB", LOG_BYTES >> 20));
     let packages = debian::installed(at)?;
@@ -77,9 +77,15 @@ pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) ->
     })
 }
 
-/// Enables the suite's updates, upgrades all packages with the machine's own apt, and installs some tools. Prevents
-/// services from starting, since nothing would stop them.
-fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
+/// Enables the suite's updates, upgrades all packages with the machine's own apt, and installs some more; then runs
+/// another script. Prevents services from starting, since nothing would stop them.
+pub(super) fn upgrade(
+    root: &Path,
+    debs: &Path,
+    suite: &str,
+    added: &str,
+    then: &str,
+) -> Result<String> {
     let sources = debian::sources_for(suite, true)?;
     let stanzas = root.join("etc/apt/sources.list.d");
     for entry in fs::read_dir(&stanzas).into_iter().flatten().flatten() {
@@ -97,23 +103,23 @@ fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
     let before = debian::installed(root)?;
     let options = "-q -y -o Dpkg::Options::=--force-confold -o Dpkg::Options::=--force-unsafe-io --no-install-recommends";
     let script = format!(
-        "apt-get -q update; apt-get {options} --with-new-pkgs upgrade; apt-get {options} install {ADDED}"
+        "apt-get -q update; apt-get {options} --with-new-pkgs upgrade; apt-get {options} install {added}\n{then}"
     );
     debian::inside(root, debs, &script).context("upgrading and adding packages")?;
     fs::remove_file(policy)?;
     let after = debian::installed(root)?;
     let changed = after.iter().filter(|line| !before.contains(line)).count();
     Ok(format!(
-        "{changed} packages upgraded or added, {ADDED} among them"
+        "{changed} packages upgraded or added, {added} among them"
     ))
 }
 
-/// Modifies some of the files below /usr/share, /usr/lib and /etc, selected by a hash of their names; returns a
-/// summary.
+/// Modifies some of the files below /usr/share, /usr/lib and /etc, selected by a hash of their names, on each `day`
+/// others; returns a summary.
 ///
 /// # Errors
 /// When the disk is full.
-pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
+pub fn churn(root: &Path, time: SystemTime, day: usize) -> Result<String> {
     let mut files = Vec::new();
     for dir in ["usr/share", "usr/lib", "etc", "home", "srv"] {
         regular_files(&root.join(dir), &mut files);
@@ -122,7 +128,7 @@ pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
     let (mut rewritten, mut edited, mut moved, mut deleted) = (0, 0, 0, 0);
     for path in files {
         let relative = path.strip_prefix(root).unwrap_or(&path);
-        let key = blake3::hash(relative.as_os_str().as_encoded_bytes()).as_bytes()[0];
+        let key = blake3::hash(relative.as_os_str().as_encoded_bytes()).as_bytes()[day % 32];
         let spare = relative.starts_with("usr/share/doc") || relative.starts_with("usr/share/man");
         let is_text = relative
             .extension()
@@ -189,7 +195,7 @@ fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
 }
 
 /// Appends `bytes` in total to the logs.
-fn grow_logs(dir: &Path, bytes: usize, time: SystemTime, rng: &mut Rng) -> Result<()> {
+pub(super) fn grow_logs(dir: &Path, bytes: usize, time: SystemTime, rng: &mut Rng) -> Result<()> {
     fs::create_dir_all(dir)?;
     for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
         let mut file = BufWriter::new(
@@ -246,6 +252,7 @@ const MARIADB: &str = r#"
     done
     mariadb $at -e 'CREATE DATABASE IF NOT EXISTS shop'
     mariadb $at shop </var/cache/apt/archives/load.sql
+    if [ -n "${dump:-}" ]; then mariadb-dump $at --all-databases >/var/backups/databases.sql; fi
     mariadb-admin $at shutdown
     wait $server
 "#;
@@ -255,12 +262,18 @@ const POSTGRES: &str = r#"
     install -d -o postgres -g postgres -m 2775 /run/postgresql
     pg_ctlcluster --skip-systemctl-redirect "$version" main start >&2
     runuser -u postgres -- psql -q -v ON_ERROR_STOP=1 postgres </var/cache/apt/archives/load.sql
+    if [ -n "${dump:-}" ]; then runuser -u postgres -- pg_dumpall >/var/backups/databases.sql; fi
     pg_ctlcluster --skip-systemctl-redirect "$version" main stop -m fast >&2
 "#;
 
-/// Starts the machine's own database in it, loads it with seeded SQL and stops it cleanly; returns a summary, or `None`
-/// without a database.
-fn run_database(root: &Path, debs: &Path, round: usize) -> Result<Option<String>> {
+/// Starts the machine's own database in it, loads it with seeded SQL, dumps it if wanted, and stops it cleanly; returns
+/// a summary, or `None` without a database.
+pub(super) fn run_database(
+    root: &Path,
+    debs: &Path,
+    round: usize,
+    dumps: bool,
+) -> Result<Option<String>> {
     let (server, script) = match (
         root.join("usr/sbin/mariadbd").exists(),
         root.join("etc/postgresql").exists(),
@@ -271,7 +284,8 @@ fn run_database(root: &Path, debs: &Path, round: usize) -> Result<Option<String>
     };
     let statements = debs.join("load.sql");
     fs::write(&statements, sql(round)?)?;
-    let done = debian::inside(root, debs, script);
+    let dump = if dumps { "dump=yes\n" } else { "" };
+    let done = debian::inside(root, debs, &format!("{dump}{script}"));
     fs::remove_file(&statements)?;
     done.with_context(|| format!("{server} did not run"))?;
     Ok(Some(format!(

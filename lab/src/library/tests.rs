@@ -243,7 +243,7 @@ fn the_same_tree_ages_to_the_same_tree() {
                 fs::write(path, format!("{place} {n}\n")).unwrap();
             }
         }
-        aged::churn(dir.path(), SystemTime::UNIX_EPOCH).unwrap()
+        aged::churn(dir.path(), SystemTime::UNIX_EPOCH, 0).unwrap()
     });
     assert_eq!(said[0], said[1]);
     assert!(
